@@ -1,0 +1,31 @@
+# Each target makes its own environment first; a fresh machine needs Python 3.11+, make and a C
+# compiler only.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test test-all lint clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: lint
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,study]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out src/*.egg-info

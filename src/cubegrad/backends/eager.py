@@ -1,0 +1,66 @@
+"""rule.py, tensor by tensor: the reference every other backend is judged by."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cubegrad import rule
+from cubegrad.options import Hyper
+from cubegrad.states import dtype_of
+
+
+class TorchFunctions:
+    """The rule's elementary functions, with a usable derivative where the value is 0.
+
+    At ν = 0 the derivative of ∛ν is infinite and would meet a zero from g² as ∞·0 = NaN. Taken
+    as 0 it leaves the true derivative of the step, λ/ε, when ε > 0.
+    """
+
+    @staticmethod
+    def cbrt(x: Tensor) -> Tensor:
+        zero = x == 0
+        return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** (1 / 3))
+
+    @staticmethod
+    def inverse(x: Tensor) -> Tensor:
+        infinite = torch.isinf(1 / x)
+        return torch.where(infinite, 0.0, 1 / torch.where(infinite, 1.0, x))
+
+
+def count(h: Hyper, step: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """k, as a tensor that stays where it is or as a number."""
+    return step.to(dtype) if h.on_device else step.item()
+
+
+@torch.no_grad()
+def _store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        if value is not target:
+            target.copy_(value)
+
+
+def _store_differentiably(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+def step(
+    method: str,
+    h: Hyper,
+    params: list[Tensor],
+    grads: list[Tensor],
+    steps: list[Tensor],
+    buffers: Sequence[list[Tensor]],
+) -> None:
+    update = getattr(rule, method)
+    for param, grad, k, *state in zip(params, grads, steps, *buffers, strict=True):
+        dtype = dtype_of(param)
+        inputs = [param, *state]
+        if h.differentiable:  # autograd saves what the rule reads, so it must not be written over
+            inputs = [tensor.clone() for tensor in inputs]
+        x, *rest = inputs
+        values = update(TorchFunctions, h, count(h, k, dtype), x.to(dtype), grad.to(dtype), *rest)
+        store = _store_differentiably if h.differentiable else _store
+        store([param, *state], values)
+        k += 1

@@ -1,0 +1,334 @@
+"""The torch.optim.Optimizer shell: groups, state, step, state_dict."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cubegrad import backends, options, rule, sparse, states
+from cubegrad.backends.eager import TorchFunctions
+from cubegrad.options import Hyper
+from cubegrad.states import checkpoint
+
+Group = dict[str, Any]
+StateDict = dict[str, Any]
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Flags(TypedDict, total=False):
+    """The keyword-only arguments, all booleans, as MADGRAD documents them."""
+
+    decoupled_weight_decay: bool
+    decoupled_lr: bool
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+class _Shell(Optimizer):
+    """All that does not depend on which rule is run."""
+
+    _method: str  # a function of rule.py, and its layout in states.LAYOUTS
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        *,
+        decoupled_weight_decay: bool = False,
+        decoupled_lr: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "decoupled_lr": decoupled_lr,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        options.check(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        try:
+            options.check(param_group)
+            for index, param in enumerate(param_group["params"]):
+                if not (param.is_floating_point() or param.is_complex()):
+                    name = _name(param_group, index)
+                    raise TypeError(
+                        f"{name} has dtype {param.dtype}, which has no gradient; parameters must "
+                        "be floating point or complex: leave it out or convert it"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+        param_group.setdefault("reference_lr", float(param_group["lr"]))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step over every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        compiling = torch.compiler.is_compiling()
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            if not compiling:
+                self._refuse_blind_capture()
+                self._refuse_sparse_gradients()
+            for group in self.param_groups:
+                self._step_group(group, compiling)
+        return loss
+
+    # A scheduler replaces `step` by a wrapper that notes the call, unless it bears this mark; the
+    # compiler refuses to trace that wrapper, so `_init_group` notes the call.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _step_group(self, group: Group, compiling: bool) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        steps: list[Tensor] = []
+        buffers: list[list[Tensor]] = [[] for _ in states.LAYOUTS[self._method]]
+        has_sparse = self._init_group(group, params, grads, steps, *buffers)
+        if not params:
+            return
+        h = self._hyper(group, compiling)
+        buffers = [buffer for buffer in buffers if buffer]
+        run = backends.choose(
+            params,
+            foreach_wanted=group["foreach"],
+            fused_wanted=group["fused"],
+            differentiable=group["differentiable"],
+        )
+        if has_sparse:
+            rows = zip(params, grads, steps, *buffers, strict=True)
+            for param, grad, count, *held in [row for row in rows if row[1].is_sparse]:
+                sparse.step(run, self._method, h, param, grad, count, held)
+            dense = [i for i, grad in enumerate(grads) if not grad.is_sparse]
+            params, grads, steps, *buffers = (
+                [column[i] for i in dense] for column in (params, grads, steps, *buffers)
+            )
+        if params:
+            real = [[states.real(tensor) for tensor in buffer] for buffer in buffers]
+            run(
+                self._method,
+                h,
+                [states.real(param) for param in params],
+                [states.real(grad) for grad in grads],
+                steps,
+                real,
+            )
+        if not compiling and not _keeps_initial_param(group["momentum"]):
+            for param in group["params"]:  # x is z now, so x_0 can be recovered
+                if param.grad is not None:
+                    self.state[param].pop("initial_param", None)
+
+    # torch.compile knows a method of this name and runs it as it is instead of tracing it.
+    def _init_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        steps: list[Tensor],
+        *buffers: list[Tensor],
+    ) -> bool:
+        """Fill the lists with what has a gradient; give state to what had none before."""
+        self._opt_called = True
+        live = [param for param in group["params"] if param.grad is not None]
+        layout = states.LAYOUTS[self._method]
+        centred = _keeps_initial_param(group["momentum"]) or any(
+            "initial_param" in self.state[param] for param in live
+        )
+        has_sparse = False
+        for param in live:
+            state = self.state[param]
+            if not state:
+                self._init_state(param, state, group)
+            if centred and "initial_param" in layout and "initial_param" not in state:
+                # The run went without momentum until now.
+                state["initial_param"] = _recovered(param, state, group["eps"])
+            has_sparse = has_sparse or param.grad.is_sparse  # type: ignore[union-attr]
+            params.append(param)
+            grads.append(param.grad)  # type: ignore[arg-type]
+            steps.append(state["step"])
+            for name, buffer in zip(layout, buffers, strict=True):
+                if name in state:
+                    buffer.append(state[name])
+        return has_sparse
+
+    def _init_state(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Fresh buffers. x_0 is the value now, so weights loaded before the first step are it."""
+        state["step"] = states.counter(param, group["capturable"])
+        for name in states.LAYOUTS[self._method]:
+            if name == "z" or (name == "initial_param" and _keeps_initial_param(group["momentum"])):
+                state[name] = states.copy(param)
+            elif name != "initial_param":
+                state[name] = states.zeros(param)
+
+    def _hyper(self, group: Group, compiling: bool) -> Hyper:
+        on_device = group["capturable"] or compiling
+        lr = _scalar(group["lr"], on_device)
+        decoupled = group["decoupled_weight_decay"] or group["decoupled_lr"]
+        return Hyper(
+            lr=lr,
+            momentum=_scalar(group["momentum"], on_device),
+            eps=group["eps"],
+            weight_decay=0.0 if decoupled else group["weight_decay"],
+            shrink=options.shrink(group, lr),
+            maximize=group["maximize"],
+            on_device=on_device,
+            differentiable=group["differentiable"],
+        )
+
+    def _refuse_blind_capture(self) -> None:
+        """A CUDA graph would freeze a step count and an lr that live on the host."""
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return
+        if not all(group["capturable"] for group in self.param_groups):
+            raise RuntimeError(
+                "step() is being captured in a CUDA graph with capturable=False, and would replay "
+                "one step count for ever; build the optimizer with capturable=True"
+            )
+
+    def _refuse_sparse_gradients(self) -> None:
+        """Before anything changes: a sparse gradient whose step would not be sparse."""
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                if param.grad is not None and param.grad.is_sparse:
+                    sparse.refuse(
+                        _name(group, index),
+                        self._method,
+                        float(group["momentum"]),
+                        group["weight_decay"],
+                        group["decoupled_weight_decay"] or group["decoupled_lr"],
+                    )
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict whole or not at all.
+
+        torch's own method would cast the buffers to the parameter's dtype, and so lose the
+        float32 state of half-precision parameters; this one gives each buffer its own dtype.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        loaded = checkpoint.checked(self._method, self.param_groups, self.defaults, state_dict)
+        state: defaultdict[Tensor, Any] = defaultdict(dict, loaded.state)
+        self.__setstate__({"state": state, "param_groups": loaded.groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+def _keeps_initial_param(momentum: float | Tensor) -> bool:
+    """A momentum that is a tensor may change without our seeing it, so x_0 is always kept."""
+    return isinstance(momentum, Tensor) or momentum != 0
+
+
+def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
+    sums = [states.real(state[name]) for name in ("grad_sum", "grad_sq_sum")]
+    centre = rule.recover_initial_param(TorchFunctions, eps, states.real(param), *sums)
+    return torch.view_as_complex(centre) if param.is_complex() else centre
+
+
+def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return value
+    return value.reshape(()) if on_device or value.requires_grad else value.item()
+
+
+def _name(group: Group, index: int) -> str:
+    return str(group["param_names"][index]) if "param_names" in group else f"params[{index}]"
+
+
+class MADGRAD(_Shell):
+    r"""MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
+
+    Algorithm 1 of the paper, with :math:`\lambda_k = \gamma_k \sqrt{k+1}`:
+
+    .. math::
+        s_{k+1} = s_k + \lambda_k g_k, \quad \nu_{k+1} = \nu_k + \lambda_k g_k^2, \quad
+        z_{k+1} = x_0 - s_{k+1} / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
+        x_{k+1} = (1-c) x_k + c z_{k+1}
+
+    Args:
+        params: tensors, named tensors or groups, as any torch optimizer takes them.
+        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor.
+        momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
+            float32 parameter. A float or a tensor.
+        weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
+        eps: ε, added to the cube root and nowhere else. At 0, a coordinate that has had no
+            gradient yet stays where it started.
+        decoupled_weight_decay: shrink x and z by 1 - lr * weight_decay a step, as AdamW does.
+        decoupled_lr: shrink them by 1 - weight_decay * lr / (the group's first lr) instead,
+            which does not depend on the size of lr; implies decoupled decay.
+        maximize: ascend.
+        foreach, fused: pick the backend as in torch; both None takes the fastest that fits.
+        capturable: keep the step count on the device and never read a tensor on the host.
+        differentiable: let autograd run through `step`.
+    """
+
+    _method = "madgrad"
+
+
+class MirrorMADGRAD(_Shell):
+    r"""The mirror-descent form of MADGRAD, as the authors' package has it.
+
+    MADGRAD weighs :math:`g_i^2` by :math:`\gamma\sqrt{i+1}`. Divide its sum by
+    :math:`\gamma\sqrt{k+1}` and the weights become relative to the newest gradient's:
+
+    .. math:: \nu_{k+1} = \sqrt{k/(k+1)}\, \nu_k + g_k^2
+
+    so that MADGRAD's denominator is :math:`\gamma^{1/3} (k+1)^{1/6} \sqrt[3]{\nu_{k+1}}`. Its
+    newest term :math:`\gamma \sqrt{k+1}\, g_k` over that denominator is
+    :math:`\gamma^{2/3} (k+1)^{1/3} g_k / \sqrt[3]{\nu_{k+1}}`. Mirror descent moves z by this
+    newest term and leaves the older ones as they were added; the constant
+    :math:`\gamma^{2/3}` is called lr:
+
+    .. math::
+        z_{k+1} = z_k - \gamma (k+1)^{1/3} g_k / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
+        x_{k+1} = (1-c) x_k + c z_{k+1}
+
+    Nothing pulls back to x_0, so decoupled decay simply shrinks z and x. Arguments as for
+    `MADGRAD`, with eps 0 by default; sparse gradients are refused, since ν changes everywhere.
+    """
+
+    _method = "mirror_madgrad"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float = 0.0,
+        eps: float = 0.0,
+        **flags: Unpack[Flags],
+    ) -> None:
+        super().__init__(params, lr, momentum, weight_decay, eps, **flags)

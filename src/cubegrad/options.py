@@ -1,0 +1,80 @@
+"""Hyper-parameters: validated once, here, with every error message about them."""
+
+import math
+from typing import Any, NamedTuple
+
+REMEDY = {
+    "lr": "1e-2 is the default; sweep powers of two around it",
+    "momentum": "use 0.9, or 0 to keep no initial_param",
+    "weight_decay": "use 0; MADGRAD needs less decay than SGD or Adam",
+    "eps": "use 1e-6, or 0 for none",
+}
+
+
+class Hyper(NamedTuple):
+    """One group's numbers for one step, as the rule and the backends take them."""
+
+    lr: Any  # γ_k; a float, or a tensor that is not read on the host
+    momentum: Any  # 1 - c; likewise
+    eps: float
+    weight_decay: float  # coupled decay only; 0 when the decay is decoupled
+    shrink: Any  # decoupled decay: what x and z are multiplied by, or None
+    maximize: bool
+    on_device: bool = False  # the step count is a tensor that is not read on the host
+    differentiable: bool = False
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+        message = f"{name}={value!r} ({kind}) must be one number; {REMEDY[name]}"
+        raise TypeError(message) from error
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse a group's options, naming the value, the limit and the remedy."""
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        number = _number(name, options[name])
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}={number} must be finite and >= 0; {REMEDY[name]}")
+    if not _number("momentum", options["momentum"]) < 1:
+        raise ValueError(f"momentum={options['momentum']} must be in [0, 1); {REMEDY['momentum']}")
+    if options["foreach"] and options["fused"]:
+        raise ValueError("foreach=True and fused=True exclude each other; set one of them")
+    if options["differentiable"] and (options["foreach"] or options["fused"]):
+        raise ValueError(
+            "differentiable=True runs on the eager backend only; leave foreach and fused unset"
+        )
+    _check_decay(options)
+
+
+def _check_decay(options: dict[str, Any]) -> None:
+    decay, lr = float(options["weight_decay"]), float(options["lr"])
+    if options["decoupled_lr"]:
+        if not float(options.get("reference_lr", lr)) > 0:
+            raise ValueError(
+                "lr=0 must be > 0 with decoupled_lr=True, which decays by lr / the lr the group "
+                "was built with; build with the peak lr and let a scheduler lower it"
+            )
+        if decay > 1:
+            raise ValueError(
+                f"weight_decay={decay} must be <= 1 with decoupled_lr=True: weights shrink by "
+                "1 - weight_decay a step; use about lr times the decay you would give AdamW"
+            )
+    elif options["decoupled_weight_decay"] and lr * decay > 1:
+        raise ValueError(
+            f"lr*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
+            "weights shrink by 1 - lr*weight_decay a step; lower one of them"
+        )
+
+
+def shrink(options: dict[str, Any], lr: Any) -> Any:
+    """What decoupled decay multiplies x and z by at this lr; None without such decay."""
+    decay = options["weight_decay"]
+    if not decay or not (options["decoupled_weight_decay"] or options["decoupled_lr"]):
+        return None
+    if options["decoupled_lr"]:
+        return 1 - decay * (lr / options["reference_lr"])
+    return 1 - lr * decay

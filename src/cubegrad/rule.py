@@ -1,0 +1,112 @@
+"""The paper's update: arrays in, arrays out. This is the one place the maths is written.
+
+`xp` brings the two elementary functions that array libraries spell differently:
+`xp.cbrt(v)` is ∛v for v ≥ 0, and `xp.inverse(d)` is 1/d, or 0 where 1/d is not finite.
+`h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
+will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
+
+The order of operations is part of the rule. `λ g` is formed before it meets the second `g`,
+so a zero step size yields 0 and not 0·∞ when g² overflows; and every move is a subtraction
+of a difference, so a step that should move nothing changes no bit, not even the sign of a zero.
+"""
+
+from typing import Any
+
+Array = Any
+Scalar = Any
+Hyper = Any
+Namespace = Any
+
+
+def step_weight(lr: Scalar, step: Scalar) -> Scalar:
+    return lr * (step + 1) ** 0.5  # λ_k = γ_k √(k+1)
+
+
+def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
+    """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
+    if h.maximize:
+        grad = -grad
+    if h.weight_decay:
+        grad = grad + param * h.weight_decay
+    return grad
+
+
+def displacement(xp: Namespace, eps: float, grad_sum: Array, grad_sq_sum: Array) -> Array:
+    """x_0 - z_k. A coordinate whose denominator is 0 has not left x_0."""
+    denominator = xp.cbrt(grad_sq_sum) + eps  # ∛ν_k + ε
+    return grad_sum * xp.inverse(denominator)  # s_k / (∛ν_k + ε)
+
+
+def recover_initial_param(
+    xp: Namespace, eps: float, param: Array, grad_sum: Array, grad_sq_sum: Array
+) -> Array:
+    """x_0 from the state, for a run without momentum, where x_k is z_k."""
+    return param + displacement(xp, eps, grad_sum, grad_sq_sum)  # x_0 = z_k + s_k / (∛ν_k + ε)
+
+
+def average(param: Array, dual_point: Array, momentum: Scalar) -> Array:
+    return param - (param - dual_point) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
+
+
+def shrunk(h: Hyper, array: Array) -> Array:
+    """Decoupled decay. h.shrink is 1 - γ_k wd, or None when there is no such decay."""
+    return array if h.shrink is None else array * h.shrink
+
+
+def madgrad(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    grad_sum: Array,
+    grad_sq_sum: Array,
+    initial_param: Array | None = None,
+) -> tuple[Array, ...]:
+    """One step of Algorithm 1; `step` is k, counted from 0.
+
+    Without `initial_param` c is 1: then x is z, and z_{k+1} is x_k moved by the change of the
+    displacement, so x_0 need not be kept.
+
+    Decoupled decay multiplies x_k, x_0 and s_k, and with the last two z_k, by h.shrink. Were
+    x alone shrunk, the averaging would pull it back to z; were x_0 alone moved to shrink z,
+    the undiminished s_k would bring the decayed distance back whenever ν grows.
+    """
+    grad = effective_gradient(h, param, grad)
+    param = shrunk(h, param)
+    old_sum, old_sq_sum, grad_sum = grad_sum, grad_sq_sum, shrunk(h, grad_sum)
+    weighted = grad * step_weight(h.lr, step)  # λ_k g_k
+    grad_sum = grad_sum + weighted  # s_{k+1} = s_k + λ_k g_k
+    grad_sq_sum = grad_sq_sum + weighted * grad  # ν_{k+1} = ν_k + λ_k g_k∘g_k
+    del weighted, grad  # a list of tensors is large
+    if initial_param is None:
+        old = shrunk(h, displacement(xp, h.eps, old_sum, old_sq_sum))
+        move = displacement(xp, h.eps, grad_sum, grad_sq_sum) - old
+        return param - move, grad_sum, grad_sq_sum  # x_{k+1} = z_{k+1}
+    initial_param = shrunk(h, initial_param)
+    dual_point = initial_param - displacement(xp, h.eps, grad_sum, grad_sq_sum)  # z_{k+1}
+    return average(param, dual_point, h.momentum), grad_sum, grad_sq_sum, initial_param
+
+
+def mirror_madgrad(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    grad_sq_sum: Array,
+    z: Array,
+) -> tuple[Array, ...]:
+    """One step of the mirror-descent form: z moves by the newest gradient alone.
+
+    With ν̃_k = ν_k √k the recurrence below is ν̃_{k+1} = ν̃_k + √(k+1) g², the paper's sum
+    for γ = 1, so ∛ν̃ = (k+1)^{1/6} ∛ν and the paper's move √(k+1) g / ∛ν̃ is
+    (k+1)^{1/3} g / ∛ν. A constant γ enters the paper's move as γ/∛γ = γ^{2/3}; here that
+    whole factor is the learning rate.
+    """
+    grad = effective_gradient(h, param, grad)
+    param, z = shrunk(h, param), shrunk(h, z)
+    grad_sq_sum = grad_sq_sum * (step / (step + 1)) ** 0.5 + grad * grad  # ν_{k+1}
+    inverse = xp.inverse(xp.cbrt(grad_sq_sum) + h.eps)  # 1 / (∛ν_{k+1} + ε)
+    z = z - grad * (h.lr * (step + 1) ** (1 / 3)) * inverse  # z_k - γ (k+1)^{1/3} g / (∛ν + ε)
+    return average(param, z, h.momentum), grad_sq_sum, z
