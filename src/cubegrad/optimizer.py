@@ -81,7 +81,7 @@ class _Shell(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        param_group.setdefault("reference_lr", float(param_group["lr"]))
+        param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -175,9 +175,9 @@ class _Shell(Optimizer):
             if centred and "initial_param" in layout and "initial_param" not in state:
                 # The run went without momentum until now.
                 state["initial_param"] = _recovered(param, state, group["eps"])
-            has_sparse = has_sparse or param.grad.is_sparse  # type: ignore[union-attr]
+            has_sparse = has_sparse or param.grad.is_sparse
             params.append(param)
-            grads.append(param.grad)  # type: ignore[arg-type]
+            grads.append(param.grad)
             steps.append(state["step"])
             for name, buffer in zip(layout, buffers, strict=True):
                 if name in state:
@@ -210,7 +210,8 @@ class _Shell(Optimizer):
 
     def _refuse_blind_capture(self) -> None:
         """A CUDA graph would freeze a step count and an lr that live on the host."""
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not (started and torch.cuda.is_current_stream_capturing()):
             return
         if not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(

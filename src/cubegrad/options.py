@@ -24,9 +24,10 @@ class Hyper(NamedTuple):
     differentiable: bool = False
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """The option's value on the host; a tensor's without its history."""
     try:
-        return float(value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         message = f"{name}={value!r} ({kind}) must be one number; {REMEDY[name]}"
@@ -36,10 +37,10 @@ def _number(name: str, value: Any) -> float:
 def check(options: dict[str, Any]) -> None:
     """Refuse a group's options, naming the value, the limit and the remedy."""
     for name in ("lr", "momentum", "weight_decay", "eps"):
-        number = _number(name, options[name])
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}={number} must be finite and >= 0; {REMEDY[name]}")
-    if not _number("momentum", options["momentum"]) < 1:
+        value = number(name, options[name])
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value} must be finite and >= 0; {REMEDY[name]}")
+    if not number("momentum", options["momentum"]) < 1:
         raise ValueError(f"momentum={options['momentum']} must be in [0, 1); {REMEDY['momentum']}")
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; set one of them")
@@ -51,9 +52,9 @@ def check(options: dict[str, Any]) -> None:
 
 
 def _check_decay(options: dict[str, Any]) -> None:
-    decay, lr = float(options["weight_decay"]), float(options["lr"])
+    decay, lr = number("weight_decay", options["weight_decay"]), number("lr", options["lr"])
     if options["decoupled_lr"]:
-        if not float(options.get("reference_lr", lr)) > 0:
+        if not options.get("reference_lr", lr) > 0:
             raise ValueError(
                 "lr=0 must be > 0 with decoupled_lr=True, which decays by lr / the lr the group "
                 "was built with; build with the peak lr and let a scheduler lower it"

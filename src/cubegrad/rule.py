@@ -108,5 +108,6 @@ def mirror_madgrad(
     param, z = shrunk(h, param), shrunk(h, z)
     grad_sq_sum = grad_sq_sum * (step / (step + 1)) ** 0.5 + grad * grad  # ν_{k+1}
     inverse = xp.inverse(xp.cbrt(grad_sq_sum) + h.eps)  # 1 / (∛ν_{k+1} + ε)
-    z = z - grad * (h.lr * (step + 1) ** (1 / 3)) * inverse  # z_k - γ (k+1)^{1/3} g / (∛ν + ε)
+    move = grad * (h.lr * (step + 1) ** (1 / 3)) * inverse  # γ (k+1)^{1/3} g / (∛ν_{k+1} + ε)
+    z = z - (move + 0.0)  # z_{k+1}; taking away a negative zero would turn -0 into 0
     return average(param, z, h.momentum), grad_sq_sum, z

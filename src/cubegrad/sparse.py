@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cubegrad.options import Hyper
+from cubegrad.states import real
 
 
 def refuse(name: str, method: str, momentum: float, weight_decay: float, decoupled: bool) -> None:
@@ -52,6 +53,7 @@ def step(
             tensor[untouched] = tensor[untouched] * h.shrink
     held = [param, *buffers]
     cut = [tensor[rows] for tensor in held]
-    dense_step(method, h, [cut[0]], [grad.values()], [count], [[tensor] for tensor in cut[1:]])
+    x, *state = map(real, cut)
+    dense_step(method, h, [x], [real(grad.values())], [count], [[tensor] for tensor in state])
     for tensor, values in zip(held, cut, strict=True):
         tensor[rows] = values

@@ -1,0 +1,139 @@
+"""What was measured, what it means beside the floor, and how it is written down."""
+
+import json
+import platform
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from workloads import ADAM_FUSED
+
+import cubegrad
+
+
+@dataclass
+class Row:
+    """What is known of one optimizer in one case; times are None where it did not run."""
+
+    case: str
+    optimizer: str
+    tensors: int
+    parameters: int
+    dtype: str
+    unavailable: str | None = None
+    median_ms: float | None = None
+    quartiles_ms: tuple[float, float] | None = None
+    repeats: int = 0
+    first_step_s: float | None = None
+    bytes_per_parameter: float | None = None
+    peak_extra_mb: float | None = None
+    gb_per_s: float | None = None
+    floor_ms: float | None = None
+    percent_of_floor: float | None = None
+    speed_vs_adam_fused: float | None = None
+
+
+@dataclass
+class Report:
+    machine: dict[str, str]
+    bandwidth_gb_per_s: dict[str, float]
+    rows: list[Row] = field(default_factory=list)
+
+
+def compare(report: Report) -> None:
+    """Fill in what a row's time means beside the copy and beside fused Adam."""
+    bandwidth = max(report.bandwidth_gb_per_s.values())
+    ran = [row for row in report.rows if row.median_ms]
+    adam = {(r.case, r.tensors): r.median_ms for r in ran if r.optimizer == ADAM_FUSED}
+    for row in ran:
+        moved = row.bytes_per_parameter * row.parameters
+        row.gb_per_s = moved / row.median_ms / 1e6
+        row.floor_ms = moved / bandwidth / 1e6
+        row.percent_of_floor = 100 * row.floor_ms / row.median_ms
+        if (row.case, row.tensors) in adam:
+            row.speed_vs_adam_fused = adam[row.case, row.tensors] / row.median_ms
+
+
+def save(report: Report, path: Path | None) -> None:
+    compare(report)
+    if path is not None:
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        partial.replace(path)  # a killed run leaves the last whole file
+
+
+def processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    packages = ("triton", "madgrad", "pytorch_optimizer", "torch-optimi")
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else processor(),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cubegrad": cubegrad.__version__,
+        **{package: version(package) for package in packages},
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+HEADER = (
+    "optimizer",
+    "tensors",
+    "ms (quartiles)",
+    "floor ms",
+    "% of floor",
+    "bytes/param",
+    "GB/s",
+    "speed vs torch Adam fused",
+    "extra peak MB",
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    if row.unavailable is not None:
+        reason = row.unavailable.replace("|", "\\|")
+        return row.optimizer, f"{row.tensors:,}", f"unavailable: {reason}", *[""] * 6
+    low, high = row.quartiles_ms
+    speed, extra = row.speed_vs_adam_fused, row.peak_extra_mb
+    return (
+        row.optimizer,
+        f"{row.tensors:,}",
+        f"{row.median_ms:.4g} ({low:.4g}–{high:.4g})",
+        f"{row.floor_ms:.3g}",
+        f"{row.percent_of_floor:.1f}",
+        f"{row.bytes_per_parameter:.3g}",
+        f"{row.gb_per_s:,.4g}",
+        "" if speed is None else f"{speed:.2f}×",
+        "" if extra is None else f"{extra:,.1f}",
+    )
+
+
+def markdown(report: Report) -> str:
+    lines = [f"- {name}: {value}" for name, value in report.machine.items()]
+    speeds = [f"{name} {gb:,.4g} GB/s" for name, gb in report.bandwidth_gb_per_s.items()]
+    lines.insert(0, f"Bytes read plus written: {', '.join(speeds)}. The largest sets the floor.\n")
+    tables: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in report.rows:
+        tables[row.case].append(row)
+    for name, rows in tables.items():
+        lines += ["", f"### {name}: {rows[0].parameters:,} parameters, {rows[0].dtype}", ""]
+        widths = ["---", *["---:"] * (len(HEADER) - 1)]
+        lines += [f"| {' | '.join(line)} |" for line in (HEADER, widths, *map(cells, rows))]
+    return "\n".join(lines)

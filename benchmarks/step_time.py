@@ -1,0 +1,289 @@
+"""The time of one `opt.step()`, beside the least that the memory allows.
+
+    PYTHONPATH=src python3 benchmarks/step_time.py --json out.json
+
+An optimizer step does little arithmetic, so its floor is the bytes it must move over the speed
+at which this machine copies: parameter, gradient and state are read once, and what changed is
+written once. Times are of the wall clock, from an idle device to an idle device, so the work of
+the host is in them. Before each step the gradients change and the caches are swept, as a
+backward pass would do. A row can pass 100 % of its floor a little, since a step reads more than
+it writes and a copy does as much of one as of the other.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from step_report import Report, Row, machine, markdown, save
+from torch import Tensor
+from torch.optim import Optimizer
+from workloads import GPU_ONLY, NAMES, Case, Contender, cases
+
+WARM_UP = 3
+REPEATS = 20
+# State that is read and not written; all other state counts twice.
+READ_ONLY = ("initial_param", "x0")
+# 512 MiB, where the largest last-level cache met so far has 260. It is read, since lines that were
+# written would be written back at the expense of the step.
+SWEPT = 2**27
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Where to time and for how long."""
+
+    device: torch.device
+    budget: float
+    small: bool
+    sweep: Tensor
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def settle(contenders: list[Contender]) -> None:
+    """Import what will be timed, and spare its objects from each later collection: 0.2 s."""
+    for module in {contender.module for contender in contenders}:
+        with contextlib.suppress(Exception):  # the row will give the reason
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def bandwidth(rig: Rig, when: str) -> dict[str, float]:
+    """GB/s of large transfers, bytes read plus bytes written.
+
+    A CPU reads the lines that a copy is about to overwrite, bytes that nobody asked for: with 2
+    threads a copy reached 10.6 GB/s where an in-place addition reached 17.5. So both are taken.
+    """
+    release(rig.device)
+    on_gpu = rig.device.type == "cuda"
+    elements = 2**20 if rig.small else 2**29 if on_gpu else 2**27
+    source = torch.randn(elements, device=rig.device)
+    target = torch.zeros_like(source)
+    transfers = {"copy": (2, lambda: target.copy_(source))}
+    if not on_gpu:
+        transfers["in-place add"] = (3, lambda: target.add_(source))
+    speeds = {}
+    for name, (passes, work) in transfers.items():
+        times = [timed(work, rig.device) for _ in range(WARM_UP + REPEATS)]
+        speeds[f"{name} at the {when}"] = passes * source.nbytes / median(times[WARM_UP:]) / 1e9
+    return speeds
+
+
+def random_tensors(case: Case, device: torch.device, scale: float) -> list[Tensor]:
+    return [torch.randn(s, device=device).mul_(scale).to(case.dtype) for s in case.shapes]
+
+
+def bytes_per_parameter(opt: Optimizer, params: list[Tensor]) -> float:
+    """The fewest bytes that a step must move, from what the optimizer keeps."""
+    moved = 0
+    for param in params:
+        moved += 2 * param.nbytes + param.grad.nbytes
+        for name, value in opt.state[param].items():
+            if isinstance(value, Tensor) and value.shape == param.shape and name != "step":
+                moved += value.nbytes * (1 if name in READ_ONLY else 2)
+    return moved / sum(param.numel() for param in params)
+
+
+def peak_extra(work: Callable[[], Any], device: torch.device) -> float | None:
+    """MB of GPU memory that `work` needs at its worst above what was allocated before."""
+    if device.type != "cuda":
+        work()
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+
+
+def captured(opt: Optimizer, device: torch.device) -> tuple[Callable[[], None], float | None]:
+    """A step as a CUDA graph: its replay, and the memory the capture took."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            opt.step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        with torch.cuda.graph(graph):
+            opt.step()
+
+    extra = peak_extra(capture, device)
+    return graph.replay, extra
+
+
+def gradient_feed(
+    case: Case, params: list[Tensor], device: torch.device, static: bool
+) -> Callable[[int], None]:
+    """A function of the step's number that gives the parameters other gradients."""
+    sets = [random_tensors(case, device, 1e-2) for _ in range(2)]
+    if static:  # a graph reads the addresses it was captured with, so these are refilled
+        for param in params:
+            param.grad = torch.empty_like(param)
+
+    def feed(step: int) -> None:
+        grads = sets[step % 2]
+        if static:
+            torch._foreach_copy_([param.grad for param in params], grads)
+        else:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+    return feed
+
+
+def check_it_steps(step: Callable[[], Any], params: list[Tensor]) -> None:
+    """A step that launches nothing, or writes NaN, must not win the table."""
+    before = torch.stack([param.detach().flatten()[0] for param in params])
+    step()
+    after = torch.stack([param.detach().flatten()[0] for param in params])
+    if not after.isfinite().all():
+        raise RuntimeError("the step made parameters that are not finite")
+    # Not all: a bfloat16 parameter may round a small move away.
+    if (after != before).float().mean() < 0.5:
+        raise RuntimeError("the step left most parameters where they were")
+
+
+def repeated(step: Callable[[], Any], feed: Callable[[int], None], rig: Rig) -> list[float]:
+    """Seconds of each step: all that the budget holds, and 20 if twice the budget holds them."""
+    times: list[float] = []
+    start = time.perf_counter()
+    spent = 0.0
+    while len(times) < 3 or spent < rig.budget * (2 if len(times) < REPEATS else 1):
+        feed(len(times))
+        rig.sweep.sum()
+        times.append(timed(step, rig.device))
+        spent = time.perf_counter() - start
+    return times
+
+
+def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
+    """The measured fields of a Row."""
+    device = rig.device
+    if contender.graph and device.type != "cuda":
+        raise RuntimeError("a CUDA graph needs a GPU")
+    torch.manual_seed(0)
+    params = [p.requires_grad_() for p in random_tensors(case, device, 2e-2)]
+    opt = contender.build(params)
+    feed = gradient_feed(case, params, device, contender.graph)
+    feed(0)
+    first_step = timed(opt.step, device)
+    step: Callable[[], Any] = opt.step
+    if contender.graph:
+        step, extra = captured(opt, device)
+        check_it_steps(step, params)
+    else:
+        check_it_steps(step, params)
+        extra = peak_extra(step, device)
+    for number in range(WARM_UP - 1):
+        feed(number)
+        step()
+    times = repeated(step, feed, rig)
+    low, middle, high = (1e3 * t for t in quantiles(times, n=4, method="inclusive"))
+    return {
+        "median_ms": middle,
+        "quartiles_ms": (low, high),
+        "repeats": len(times),
+        "first_step_s": first_step,
+        "bytes_per_parameter": bytes_per_parameter(opt, params),
+        "peak_extra_mb": extra,
+    }
+
+
+def time_row(case: Case, contender: Contender, rig: Rig) -> Row:
+    dtype = str(case.dtype).removeprefix("torch.")
+    row = Row(case.name, contender.name, len(case.shapes), case.parameters, dtype)
+    try:
+        release(rig.device)
+        vars(row).update(measure(case, contender, rig))
+    except Exception as error:  # whatever a peer or a missing backend raises, the others go on
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        row.unavailable = reason if len(reason) <= 90 else reason[:87] + "..."
+    return row
+
+
+def options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", nargs="+", choices=NAMES, help="all that fit the device")
+    parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
+    parser.add_argument("--budget", type=float, help="seconds a row: 1 on a GPU, 3 on a CPU")
+    parser.add_argument("--json", type=Path, help="file to write after every row")
+    parser.add_argument(
+        "--optimizers", nargs="+", default=[""], help="only rows whose name has one of these"
+    )
+    parser.add_argument("--small", action="store_true", help="toy sizes, to test the script")
+    args = parser.parse_args(arguments)
+    args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = args.device.type == "cuda"
+    refused = () if on_gpu or args.small else GPU_ONLY
+    if set(refused) & set(args.case or ()):
+        parser.error(f"{' and '.join(refused)} need a GPU; with --small they run anywhere")
+    args.case = args.case or [name for name in NAMES if name not in refused]
+    if args.budget is None:
+        args.budget = 1.0 if on_gpu else 3.0
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = options(arguments)
+    on_gpu = args.device.type == "cuda"
+    sweep = torch.randn(2**16 if args.small else SWEPT, device=args.device)
+    rig = Rig(args.device, args.budget, args.small, sweep)
+    report = Report(machine(args.device), bandwidth(rig, "start"))
+    for name, speed in report.bandwidth_gb_per_s.items():
+        print(f"{name}: {speed:,.4g} GB/s", file=sys.stderr, flush=True)
+    pairs = [
+        (case, contender)
+        for name in args.case
+        for case in cases(name, on_gpu, args.small)
+        for contender in case.contenders
+        if any(part.lower() in contender.name.lower() for part in args.optimizers)
+    ]
+    settle([contender for _, contender in pairs])
+    for case, contender in pairs:
+        row = time_row(case, contender, rig)
+        report.rows.append(row)
+        save(report, args.json)
+        said = row.unavailable or f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
+        label = f"{row.case} ({row.tensors:,}) {row.optimizer}"
+        print(f"{label}: {said}", file=sys.stderr, flush=True)
+    try:
+        report.bandwidth_gb_per_s |= bandwidth(rig, "end")
+    except RuntimeError as error:  # a GPU that a bad kernel broke still owes the table
+        print(f"no bandwidth at the end: {error}", file=sys.stderr)
+    save(report, args.json)
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()

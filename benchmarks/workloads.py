@@ -1,0 +1,146 @@
+"""What is timed: the shapes of the parameters, and the optimizers that step them."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Shape = tuple[int, ...]
+
+ADAM_FUSED = "torch Adam fused"
+MADGRAD_DEFAULT = "cubegrad MADGRAD"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of a table: a class, where to import it from, and what to build it with."""
+
+    name: str
+    module: str
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    graph: bool = False  # time the replay of a CUDA graph of one step
+
+    def build(self, params: list[Tensor]) -> Optimizer:
+        return getattr(importlib.import_module(self.module), self.kind)(params, **self.options)
+
+
+CUBEGRAD_EAGER = Contender(
+    "cubegrad MADGRAD eager", "cubegrad", "MADGRAD", {"foreach": False, "fused": False}
+)
+CONTENDERS = (
+    Contender(MADGRAD_DEFAULT, "cubegrad", "MADGRAD"),
+    Contender("cubegrad MADGRAD fused", "cubegrad", "MADGRAD", {"fused": True}),
+    Contender(
+        "cubegrad MADGRAD fused, graph replay",
+        "cubegrad",
+        "MADGRAD",
+        {"fused": True, "capturable": True},
+        graph=True,
+    ),
+    Contender("cubegrad MADGRAD foreach", "cubegrad", "MADGRAD", {"foreach": True, "fused": False}),
+    CUBEGRAD_EAGER,
+    Contender("cubegrad MADGRAD momentum=0", "cubegrad", "MADGRAD", {"momentum": 0.0}),
+    Contender("cubegrad MirrorMADGRAD", "cubegrad", "MirrorMADGRAD"),
+    Contender(ADAM_FUSED, "torch.optim", "Adam", {"fused": True}),
+    Contender(
+        "torch Adam fused, graph replay",
+        "torch.optim",
+        "Adam",
+        {"fused": True, "capturable": True},
+        graph=True,
+    ),
+    Contender("torch Adam foreach", "torch.optim", "Adam", {"foreach": True}),
+    Contender(
+        "torch SGD momentum fused",
+        "torch.optim",
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "fused": True},
+    ),
+    Contender("torch Adagrad fused", "torch.optim", "Adagrad", {"fused": True}),
+    Contender("torch Adagrad foreach", "torch.optim", "Adagrad", {"foreach": True}),
+    Contender("madgrad MADGRAD", "madgrad", "MADGRAD", {"lr": 1e-2}),
+    Contender("pytorch_optimizer MADGRAD", "pytorch_optimizer", "MADGRAD", {"lr": 1e-2}),
+    Contender("optimi Adam", "optimi", "Adam", {"lr": 1e-3}),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of parameters and who steps it. Cases of one name share a table."""
+
+    name: str
+    shapes: list[Shape]
+    dtype: torch.dtype = torch.float32
+    contenders: tuple[Contender, ...] = CONTENDERS
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.shapes))
+
+
+NAMES = ("one", "gpt2-large", "gpt2-large-bf16", "resnet50", "many", "growth")
+GPU_ONLY = ("gpt2-large", "gpt2-large-bf16")  # 774M parameters: 19 GB with state and gradients
+
+
+def cases(name: str, on_gpu: bool, small: bool) -> list[Case]:
+    """The cases of one name; `small` keeps their form at a thousandth or so of the size."""
+    without_eager = tuple(c for c in CONTENDERS if c is not CUBEGRAD_EAGER)
+    if name == "one":
+        elements = 2**16 if small else 2**29 if on_gpu else 2**26
+        return [Case(name, [(elements,)], contenders=without_eager)]
+    if name in GPU_ONLY:
+        shapes = gpt2(1, 64, 512, 32) if small else gpt2(36, 1280, 50257, 1024)
+        dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+        return [_counted(Case(name, shapes, dtype, without_eager), 774_030_080, small)]
+    if name == "resnet50":
+        shapes = resnet50(2, 10) if small else resnet50(64, 1000)
+        return [_counted(Case(name, shapes), 25_557_032, small)]
+    if name == "many":
+        return [Case(name, [(1024,)] * (40 if small else 2000))]
+    elements, least = (40_000, 1) if small else (16_000_000, 10)
+    duel = tuple(c for c in CONTENDERS if c.name in (MADGRAD_DEFAULT, ADAM_FUSED))
+    counts = [least * 10**power for power in range(3 if small else 4)]
+    return [Case(name, [(elements // n,)] * n, contenders=duel) for n in counts]
+
+
+def _counted(case: Case, published: int, small: bool) -> Case:
+    if not small and case.parameters != published:
+        raise ValueError(f"{case.name} has {case.parameters} parameters, not {published}")
+    return case
+
+
+def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> list[Shape]:
+    """GPT-2 with its head tied to the token embedding, in the order of its modules."""
+    norm = [(width,), (width,)]
+    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    block = [*norm, *attention, *norm, *mlp]
+    return [(vocabulary, width), (positions, width), *block * layers, *norm]
+
+
+def resnet50(width: int, classes: int) -> list[Shape]:
+    """ResNet-50: bottlenecks of 3, 4, 6 and 3 in stages that double the width."""
+    shapes = [*_conv_and_norm(3, width, 7)]
+    channels = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = width * 2**stage
+        for block in range(blocks):
+            shapes += _conv_and_norm(channels, inner, 1)
+            shapes += _conv_and_norm(inner, inner, 3)
+            shapes += _conv_and_norm(inner, 4 * inner, 1)
+            if block == 0:  # the shortcut has to change its number of channels too
+                shapes += _conv_and_norm(channels, 4 * inner, 1)
+            channels = 4 * inner
+    return [*shapes, (classes, channels), (classes,)]
+
+
+def _conv_and_norm(channels: int, filters: int, size: int) -> Iterator[Shape]:
+    yield filters, channels, size, size
+    yield (filters,)
+    yield (filters,)

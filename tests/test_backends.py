@@ -1,0 +1,96 @@
+"""Every backend, dtype, option and memory layout follows the float64 oracle."""
+
+import cases
+import numpy as np
+import pytest
+import torch
+from cases import BACKENDS, METHODS, OPTIONS, SHAPES
+
+EPS32 = 2.0**-23
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def lr_at(k, base):
+    """A schedule with a warm-up from 0, a plateau and a drop."""
+    return base * min(1.0, k / 3) * (0.1 if k > 100 else 1.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
+    if torch.float64 not in backend.dtypes:
+        pytest.skip("no float64 on this backend")
+    chosen = OPTIONS[options]
+    params = [cases.randn((n, 3), torch.float64, n) for n in (1, 4, 9)]
+    judges = [method.oracle(cases.numbers(p)) for p in params]
+    params = [cases.parameter(p, backend.device) for p in params]
+    optimizer = cases.build(method, backend, params, chosen)
+    for k in range(200):
+        lr = lr_at(k, chosen.get("lr", 1e-2))
+        optimizer.param_groups[0]["lr"] = lr
+        for i, (param, judge) in enumerate(zip(params, judges, strict=True)):
+            grad = cases.randn(param.shape, torch.float64, 1000 * k + i) * 10.0 ** (i - 1)
+            grad[0, 0] = 0  # a coordinate that never has a gradient
+            param.grad = grad.to(backend.device)
+            judge.step(cases.numbers(grad), cases.settings(chosen, lr))
+        optimizer.step()
+    for param, judge in zip(params, judges, strict=True):
+        np.testing.assert_allclose(cases.numbers(param), judge.x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
+    """Each step is judged from the numbers that are stored, so errors do not pile up."""
+    chosen = OPTIONS[options]
+    for dtype in backend.dtypes:
+        value = shape.param(cases.randn(shape.shape, dtype, 1))
+        param = cases.parameter(value, backend.device)
+        judge = method.oracle(cases.numbers(param))
+        optimizer = cases.build(method, backend, [param], chosen)
+        compute = 2.0**-52 if dtype in (torch.float64, torch.complex128) else EPS32
+        for k in range(12):
+            lr = lr_at(k, chosen.get("lr", 1e-2))
+            o = cases.settings(chosen, lr)
+            optimizer.param_groups[0]["lr"] = lr
+            grad = shape.grad(cases.randn(shape.shape, dtype, 100 + k)).to(backend.device)
+            param.grad = grad
+            if k > 0:
+                judge.take(cases.numbers(param), cases.stored(optimizer, param), o)
+            judge.step(cases.numbers(grad), o)
+            with cases.no_change(grad):
+                optimizer.step()
+            assert param.dtype == dtype
+            assert param.stride() == value.stride()
+            error = np.abs(cases.numbers(param) - judge.x)
+            limit = 4 * compute * judge.size["x"] + ROUNDING.get(dtype, 0.0) * np.abs(judge.x)
+            assert (error <= limit).all(), (dtype, k, "x", (error / limit).max())
+            for name, numbers in cases.stored(optimizer, param).items():
+                error, limit = np.abs(numbers - judge.state()[name]), 4 * compute * judge.size[name]
+                assert (error <= limit).all(), (dtype, k, name, (error / limit).max())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_mixed_dtypes_counts_and_missing_gradients_in_one_group(backend, method):
+    dtypes = backend.dtypes
+    params = [
+        cases.parameter(cases.randn((3, 2), d, i), backend.device) for i, d in enumerate(dtypes)
+    ]
+    alone = [cases.parameter(p.detach().clone(), backend.device) for p in params]
+    together = cases.build(method, backend, params, {"weight_decay": 0.01})
+    apart = [cases.build(method, backend, [p], {"weight_decay": 0.01}) for p in alone]
+    for k in range(6):
+        for i, (p, q) in enumerate(zip(params, alone, strict=True)):
+            absent = (k + i) % 3 == 0
+            p.grad = None if absent else cases.randn(p.shape, p.dtype, 7 * k + i).to(p.device)
+            q.grad = None if absent else p.grad.clone()
+        together.step()
+        for optimizer in apart:
+            optimizer.step()
+    for p, q in zip(params, alone, strict=True):
+        assert cases.same_bits(p.detach(), q.detach())
+        assert together.state[p]["step"] == 4

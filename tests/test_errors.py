@@ -1,0 +1,157 @@
+"""Bad input: an error with the value, the limit and the remedy, before anything changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cubegrad import MADGRAD, MirrorMADGRAD
+
+NAN = float("nan")
+
+
+def param(*shape):
+    return nn.Parameter(torch.ones(shape or (3,)))
+
+
+BAD = [
+    ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; 1e-2 is the default"),
+    ({"lr": NAN}, "lr=nan must be finite"),
+    ({"lr": torch.tensor(-0.5)}, "lr=-0.5 must be finite"),
+    ({"lr": float("inf")}, "lr=inf must be finite"),
+    ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\); use 0.9"),
+    ({"momentum": -0.1}, "momentum=-0.1 must be finite and >= 0; use 0.9"),
+    ({"momentum": NAN}, "momentum=nan must be"),
+    ({"eps": -1e-6}, "eps=-1e-06 must be finite and >= 0; use 1e-6, or 0"),
+    ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and >= 0; use 0"),
+    ({"foreach": True, "fused": True}, "foreach=True and fused=True exclude each other"),
+    ({"foreach": True, "differentiable": True}, "differentiable=True runs on the eager backend"),
+    ({"lr": 0.0, "decoupled_lr": True}, "lr=0 must be > 0 with decoupled_lr=True"),
+    ({"weight_decay": 1.5, "decoupled_lr": True}, "weight_decay=1.5 must be <= 1"),
+    (
+        {"lr": 2.0, "weight_decay": 0.6, "decoupled_weight_decay": True},
+        r"lr\*weight_decay=1.2 must be <= 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+def test_bad_options_are_refused_at_construction_and_in_groups(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls([param()], **options)
+    with pytest.raises(ValueError, match=message):
+        cls([{"params": [param()], **options}])
+    optimizer = cls([param()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [param()], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("bad", ["fast", torch.ones(2), None])
+def test_an_lr_that_is_no_number_is_refused(bad):
+    with pytest.raises(TypeError, match=r"lr=.*must be one number"):
+        MADGRAD([param()], lr=bad)
+
+
+def test_an_empty_parameter_list_is_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MADGRAD([])
+
+
+def test_integer_parameters_are_refused():
+    optimizer = MADGRAD([param()])
+    integers = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"params\[0\] has dtype torch.int64.*floating point"):
+        MADGRAD([integers])
+    with pytest.raises(TypeError, match=r"params\[1\] has dtype torch.int64"):
+        optimizer.add_param_group({"params": [param(), integers]})
+    assert len(optimizer.param_groups) == 1
+
+
+def trained(cls=MADGRAD, shape=(3,), **options):
+    p = param(*shape)
+    optimizer = cls([p], **options)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def adam():
+    p = param()
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def broken(change, **options):
+    state_dict = copy.deepcopy(trained(**options).state_dict())
+    change(state_dict)
+    return state_dict
+
+
+REFUSED = {
+    "another shape": (
+        lambda: trained(shape=(4,)).state_dict(),
+        r"grad_sum of parameter 0 is torch.float32 of shape \(4,\), its parameter.*\(3,\)",
+    ),
+    "Adam": (adam, "lacks .*momentum.*it has .*betas.*cubegrad.interop.convert"),
+    "RMSprop": (
+        lambda: torch.optim.RMSprop([param()]).state_dict(),
+        "lacks .*decoupled_weight_decay",
+    ),
+    "the mirror form": (
+        lambda: trained(MirrorMADGRAD).state_dict(),
+        "the state of parameter 0 is .*'z'.*madgrad keeps .*grad_sum",
+    ),
+    "no state": (lambda: broken(lambda d: d.pop("state")), "has no 'state' but"),
+    "no groups": (lambda: broken(lambda d: d.pop("param_groups")), "has no 'param_groups' but"),
+    "cut short": (
+        lambda: broken(lambda d: d["state"][0].pop("grad_sq_sum")),
+        "the state of parameter 0 is .*'grad_sum', 'initial_param', 'step'",
+    ),
+    "fewer parameters": (
+        lambda: broken(lambda d: d["param_groups"][0].update(params=[])),
+        r"param groups of \[0\] parameters, the optimizer \[1\]",
+    ),
+    "more groups": (
+        lambda: broken(lambda d: d["param_groups"].append(d["param_groups"][0])),
+        r"param groups of \[1, 1\] parameters",
+    ),
+    "state of nobody": (
+        lambda: broken(lambda d: d["state"].update(k=torch.tensor([3]))),
+        "state for 'k', which is none of its parameters.*interop",
+    ),
+    "a NaN lr": (lambda: broken(lambda d: d["param_groups"][0].update(lr=NAN)), "lr=nan"),
+    "a step that is no count": (
+        lambda: broken(lambda d: d["state"][0].update(step=torch.tensor(NAN))),
+        "step of parameter 0 is tensor",
+    ),
+    "a buffer that is no tensor": (
+        lambda: broken(lambda d: d["state"][0].update(grad_sum=[1.0, 2.0, 3.0])),
+        "grad_sum of parameter 0 is a list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_dict_that_does_not_fit_changes_nothing(name):
+    make, message = REFUSED[name]
+    optimizer = trained(lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(make())
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for key, tensor in before["state"][0].items():
+        assert torch.equal(tensor, after["state"][0][key])
+
+
+def test_fused_without_a_fused_backend_says_so():
+    optimizer = MADGRAD([p := param()], fused=True)
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"fused=True, but.*leave fused unset"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(3))

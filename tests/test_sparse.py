@@ -1,0 +1,118 @@
+"""Row-sparse gradients without momentum: the dense result at the cost of the touched rows."""
+
+import cases
+import pytest
+import torch
+from cases import BACKENDS, MADGRAD, MIRROR
+from torch import nn
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+NO_MOMENTUM = {"momentum": 0.0}
+
+
+def sparse_grad(param, rows, seed):
+    values = cases.randn((len(rows), *param.shape[1:]), param.dtype, seed).to(param.device)
+    indices = torch.tensor([rows], device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps": 0.0}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"maximize": True}],
+    ids=["plain", "eps0", "decoupled", "maximize"],
+)
+@each_backend
+def test_equal_to_the_dense_run(backend, options):
+    for dtype in backend.dtypes:
+        sparse = cases.parameter(cases.randn((12, 3), dtype, 0), backend.device)
+        dense = cases.parameter(sparse.detach().clone(), backend.device)
+        optimizers = [
+            cases.build(MADGRAD, backend, [p], NO_MOMENTUM | options) for p in (sparse, dense)
+        ]
+        for k in range(8):
+            rows = [k % 12, (5 * k) % 12, k % 12, 11]  # duplicates are summed
+            sparse.grad = sparse_grad(sparse, rows, k)
+            dense.grad = sparse.grad.to_dense()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.isfinite(torch.view_as_real(sparse) if dtype.is_complex else sparse).all()
+        torch.testing.assert_close(sparse, dense)
+        for name in ("grad_sum", "grad_sq_sum"):
+            a, b = (o.state[p][name] for o, p in zip(optimizers, (sparse, dense), strict=True))
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
+
+
+@each_backend
+def test_untouched_rows_keep_every_bit_and_the_gradient_stays(backend):
+    param = cases.parameter(cases.randn((12, 3), torch.float32, 0), backend.device)
+    optimizer = cases.build(MADGRAD, backend, [param], NO_MOMENTUM | {"eps": 0.0})
+    start = param.detach().clone()
+    grad = sparse_grad(param, [2, 7, 2], 1)
+    param.grad = grad
+    for _ in range(3):
+        optimizer.step()
+    assert param.grad is grad
+    assert grad._nnz() == 3
+    untouched = [row for row in range(12) if row not in (2, 7)]
+    assert cases.same_bits(param.detach()[untouched], start[untouched])
+    assert (param.detach()[[2, 7]] != start[[2, 7]]).all()
+
+
+def test_only_touched_rows_cost_anything():
+    """No operation of a step may produce as many elements as the table has."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            inplace = any(out is arg for arg in args)
+            if isinstance(out, torch.Tensor) and out.layout == torch.strided and not inplace:
+                Largest.elements = max(Largest.elements, out.numel())
+            return out
+
+    param = nn.Parameter(torch.randn(10_000, 4))
+    optimizer = MADGRAD.optimizer([param], momentum=0.0)
+    param.grad = sparse_grad(param, [5, 77], 0)
+    optimizer.step()
+    with Largest():
+        optimizer.step()
+    assert Largest.elements <= 100
+
+
+def test_an_embedding_beside_dense_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
+    optimizer = MADGRAD.optimizer(model.parameters(), lr=1e-2, momentum=0.0)
+    tokens, labels = torch.randint(50, (64, 4)), torch.randint(3, (64,))
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (MADGRAD, {"momentum": 0.9}, "momentum=0.9 moves every row.*momentum=0"),
+        (
+            MADGRAD,
+            {"momentum": 0.0, "weight_decay": 0.1},
+            "weight_decay=0.1.*decoupled_weight_decay",
+        ),
+        (MIRROR, {"momentum": 0.0}, "MirrorMADGRAD.*use MADGRAD with momentum=0"),
+    ],
+)
+def test_what_cannot_be_sparse_is_refused_before_anything_changes(method, options, message):
+    dense, sparse = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
+    optimizer = method.optimizer([("dense", dense), ("table", sparse)], **options)
+    dense.grad, sparse.grad = torch.ones(3), sparse_grad(sparse, [1], 0)
+    with cases.no_change(dense, sparse), pytest.raises(RuntimeError, match=f"table .*{message}"):
+        optimizer.step()
+    assert not optimizer.state
