@@ -105,6 +105,20 @@ def test_a_checkpoint_of_a_capturable_run_loads_into_a_plain_one_and_back():
     assert plain.state[param]["step"] == 3
 
 
+def test_a_group_saved_without_the_newer_options_gets_them():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = MADGRAD([param], lr=0.5)
+    advance([param], optimizer, 0, 1)
+    old = copy.deepcopy(optimizer.state_dict())
+    for name in ("decoupled_lr", "reference_lr", "maximize"):
+        del old["param_groups"][0][name]
+    newer = MADGRAD([param], lr=0.1, weight_decay=0.1, decoupled_lr=True)
+    newer.load_state_dict(old)
+    assert newer.param_groups[0]["reference_lr"] == 0.5
+    advance([param], newer, 1, 2)
+    assert newer.state[param]["step"] == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])

@@ -104,7 +104,7 @@ REFUSED = {
     ),
     "the mirror form": (
         lambda: trained(MirrorMADGRAD).state_dict(),
-        "the state of parameter 0 is .*'z'.*madgrad keeps .*grad_sum",
+        "the state of parameter 0 is .*'z'.*madgrad keeps .*grad_sum.*it is mirror_madgrad's",
     ),
     "no state": (lambda: broken(lambda d: d.pop("state")), "has no 'state' but"),
     "no groups": (lambda: broken(lambda d: d.pop("param_groups")), "has no 'param_groups' but"),

@@ -60,6 +60,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
             f"write it; it has {sorted(new)}: {FOREIGN}"
         )
     group = defaults | deepcopy(new)
+    group.setdefault("reference_lr", options.number("lr", group["lr"]))
     options.check(group)
     return group
 
@@ -80,10 +81,12 @@ def _state(
         return {}
     expected = {"step", *LAYOUTS[method]}
     if not expected - OPTIONAL <= set(values) <= expected:
+        siblings = [m for m, layout in LAYOUTS.items() if set(layout) - OPTIONAL <= set(values)]
+        remedy = f"it is {siblings[0]}'s, load it there" if siblings else FOREIGN
         raise ValueError(
             f"the state of parameter {key!r} is {sorted(values)}; {method} keeps "
             f"{sorted(expected)} ({', '.join(OPTIONAL & expected) or 'nothing'} may be missing): "
-            f"{FOREIGN}"
+            f"{remedy}"
         )
     state = {"step": counter(param, group["capturable"]).copy_(_step(key, values["step"]))}
     for name in LAYOUTS[method]:
