@@ -1,5 +1,7 @@
 """The grid: a record each for backends, dtypes, options, shapes. A new backend adds a record."""
 
+import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ class Backend:
     name: str
     flags: dict[str, Any]
     device: str = "cpu"
+    module: Any = None  # runs in place of what would be chosen
+    interpreted: bool = False  # some thousand times slower, and cuts bfloat16 where a GPU rounds
     dtypes: tuple[torch.dtype, ...] = (
         torch.float64,
         torch.float32,
@@ -38,9 +42,17 @@ BACKENDS = [
     Backend("foreach-capturable", {"foreach": True, "capturable": True}),
 ]
 if torch.cuda.is_available():
-    BACKENDS += [
+    BACKENDS = [
         Backend("eager-cuda", {"foreach": False}, "cuda"),
         Backend("foreach-cuda", {"foreach": True}, "cuda"),
+        Backend("triton", {"fused": True}, "cuda"),
+        Backend("triton-capturable", {"fused": True, "capturable": True}, "cuda"),
+    ]
+elif os.environ.get("TRITON_INTERPRET") == "1":
+    triton = importlib.import_module("cubegrad.backends.triton")
+    BACKENDS += [
+        Backend("triton", {}, module=triton, interpreted=True),
+        Backend("triton-capturable", {"capturable": True}, module=triton, interpreted=True),
     ]
 
 
@@ -89,7 +101,10 @@ def build(
     method: Method, backend: Backend, params: list[Tensor], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
     base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
-    return method.optimizer(params, **base, **backend.flags)  # type: ignore[call-arg]
+    optimizer = method.optimizer(params, **base, **backend.flags)  # type: ignore[call-arg]
+    if backend.module is not None:
+        optimizer._choose = lambda *_, **__: backend.module
+    return optimizer
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -151,9 +166,17 @@ SHAPES = [
 ]
 
 
+def moved(value: Tensor, device: str) -> Tensor:
+    """On the device with the same strides, gaps and offset, which `to` would not keep."""
+    if value.device.type == device:
+        return value
+    room = torch.zeros(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)
+    room = room.to(device)
+    return room.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(value)
+
+
 def parameter(value: Tensor, device: str) -> torch.nn.Parameter:
-    """On a device strides must survive the move, so the value is moved as it lies."""
-    return torch.nn.Parameter(value.to(device))
+    return torch.nn.Parameter(moved(value, device))
 
 
 @contextmanager

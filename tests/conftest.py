@@ -1,9 +1,13 @@
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -120,15 +120,15 @@ def test_capturable_reads_no_tensor_on_the_host(cls, foreach):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
-def test_a_cuda_graph_replays_with_a_changing_lr(cls, foreach):
+def test_a_cuda_graph_replays_with_a_changing_lr(cls, flags):
     params = [nn.Parameter(cases.randn((50,), torch.float32, i).cuda()) for i in range(2)]
     grads = [torch.zeros(50, device="cuda") for _ in params]
     twins = [nn.Parameter(p.detach().clone()) for p in params]
     lr = torch.tensor(0.1, device="cuda")
-    optimizer = cls(params, lr=lr, foreach=foreach, capturable=True)
-    plain = cls(twins, lr=0.1, foreach=foreach)
+    optimizer = cls(params, lr=lr, capturable=True, **flags)
+    plain = cls(twins, lr=0.1, **flags)
     graph = torch.cuda.CUDAGraph()
     for k in range(100):
         rate = 0.1 / (k + 1)

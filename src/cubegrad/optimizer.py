@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import is_
+from types import ModuleType
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -10,6 +12,7 @@ from torch.optim import Optimizer
 
 from cubegrad import backends, options, rule, sparse, states
 from cubegrad.backends.eager import TorchFunctions
+from cubegrad.backends.prepared import Prepared, prepare
 from cubegrad.options import Hyper
 from cubegrad.states import checkpoint
 
@@ -34,6 +37,9 @@ class _Shell(Optimizer):
     """All that does not depend on which rule is run."""
 
     _method: str  # a function of rule.py, and its layout in states.LAYOUTS
+    _choose = staticmethod(backends.choose)
+    _prepared: dict[int, Prepared]  # by the number of the group
+    _known: list[dict[str, Any]]  # the state's values when the steps were prepared
 
     def __init__(
         self,
@@ -65,6 +71,7 @@ class _Shell(Optimizer):
             "differentiable": differentiable,
         }
         options.check(defaults)
+        self._prepared, self._known = {}, []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -85,6 +92,7 @@ class _Shell(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._prepared, self._known = {}, []
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -99,20 +107,57 @@ class _Shell(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        compiling = torch.compiler.is_compiling()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            if not compiling:
-                self._refuse_blind_capture()
-                self._refuse_sparse_gradients()
-            for group in self.param_groups:
-                self._step_group(group, compiling)
+            if torch.compiler.is_compiling():
+                for group in self.param_groups:
+                    self._step_group(group)
+            else:
+                self._step_groups()
         return loss
 
     # A scheduler replaces `step` by a wrapper that notes the call, unless it bears this mark; the
     # compiler refuses to trace that wrapper, so `_init_group` notes the call.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _step_group(self, group: Group, compiling: bool) -> None:
+    def _step_groups(self) -> None:
+        """Repeat the prepared steps that still fit, and run the others from scratch."""
+        self._refuse_blind_capture()
+        ready = self._ready()
+        if len(ready) < len(self.param_groups):
+            self._refuse_sparse_gradients()
+        for index, group in enumerate(self.param_groups):
+            if index in ready:
+                left = ready[index].run(self._hyper(group))
+                if left:
+                    del self._prepared[index]
+                    self._step_group({**group, "params": left})
+                continue
+            self._step_group(group)
+            prepared = self._prepare(group)
+            if prepared is not None:
+                self._prepared[index] = prepared
+        if len(ready) < len(self.param_groups):
+            self._known = list(self.state.values())
+
+    def _ready(self) -> dict[int, Prepared]:
+        """The prepared steps of groups whose parameters and state are the same as ever."""
+        states = self.state.values()
+        if len(states) != len(self._known) or not all(map(is_, states, self._known)):
+            self._prepared = {}
+        for index, prepared in list(self._prepared.items()):
+            group = self.param_groups[index]
+            if not prepared.fits(group["params"], self._layout(group)):
+                del self._prepared[index]
+        return self._prepared.copy()
+
+    def _prepare(self, group: Group) -> Prepared | None:
+        backend = self._backend(group)
+        if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
+            return None
+        layout = self._layout(group)
+        return prepare(backend.Launch, self._method, group["params"], self.state, layout)
+
+    def _step_group(self, group: Group) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
@@ -120,14 +165,9 @@ class _Shell(Optimizer):
         has_sparse = self._init_group(group, params, grads, steps, *buffers)
         if not params:
             return
-        h = self._hyper(group, compiling)
+        h = self._hyper(group)
         buffers = [buffer for buffer in buffers if buffer]
-        run = backends.choose(
-            params,
-            foreach_wanted=group["foreach"],
-            fused_wanted=group["fused"],
-            differentiable=group["differentiable"],
-        )
+        run = self._backend(group).step
         if has_sparse:
             rows = zip(params, grads, steps, *buffers, strict=True)
             for param, grad, count, *held in [row for row in rows if row[1].is_sparse]:
@@ -137,19 +177,32 @@ class _Shell(Optimizer):
                 [column[i] for i in dense] for column in (params, grads, steps, *buffers)
             )
         if params:
-            real = [[states.real(tensor) for tensor in buffer] for buffer in buffers]
-            run(
-                self._method,
-                h,
-                [states.real(param) for param in params],
-                [states.real(grad) for grad in grads],
-                steps,
-                real,
-            )
-        if not compiling and not _keeps_initial_param(group["momentum"]):
+            real = [[states.real(t) for t in column] for column in (params, grads, *buffers)]
+            run(self._method, h, real[0], real[1], steps, real[2:])
+        if not torch.compiler.is_compiling() and not _keeps_initial_param(group["momentum"]):
             for param in group["params"]:  # x is z now, so x_0 can be recovered
                 if param.grad is not None:
                     self.state[param].pop("initial_param", None)
+
+    def _backend(self, group: Group) -> ModuleType:
+        return self._choose(
+            group["params"],
+            foreach_wanted=group["foreach"],
+            fused_wanted=group["fused"],
+            differentiable=group["differentiable"],
+        )
+
+    def _layout(self, group: Group) -> tuple[str, ...]:
+        """The buffers the group keeps at its present momentum."""
+        names = states.LAYOUTS[self._method]
+        if _keeps_initial_param(group["momentum"]):
+            return names
+        return tuple(name for name in names if name not in states.OPTIONAL)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler may leave unscaling and the look for overflows to the kernels."""
+        return all(hasattr(self._backend(group), "Launch") for group in self.param_groups)
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
     def _init_group(
@@ -164,6 +217,7 @@ class _Shell(Optimizer):
         self._opt_called = True
         live = [param for param in group["params"] if param.grad is not None]
         layout = states.LAYOUTS[self._method]
+        on_device = group["capturable"] or hasattr(self._backend(group), "Launch")
         centred = _keeps_initial_param(group["momentum"]) or any(
             "initial_param" in self.state[param] for param in live
         )
@@ -171,7 +225,9 @@ class _Shell(Optimizer):
         for param in live:
             state = self.state[param]
             if not state:
-                self._init_state(param, state, group)
+                self._init_state(param, state, group, on_device)
+            elif on_device and state["step"].device != param.device:
+                state["step"] = state["step"].to(param.device)
             if centred and "initial_param" in layout and "initial_param" not in state:
                 # The run went without momentum until now.
                 state["initial_param"] = _recovered(param, state, group["eps"])
@@ -184,17 +240,17 @@ class _Shell(Optimizer):
                     buffer.append(state[name])
         return has_sparse
 
-    def _init_state(self, param: Tensor, state: dict[str, Any], group: Group) -> None:
+    def _init_state(
+        self, param: Tensor, state: dict[str, Any], group: Group, on_device: bool
+    ) -> None:
         """Fresh buffers. x_0 is the value now, so weights loaded before the first step are it."""
-        state["step"] = states.counter(param, group["capturable"])
-        for name in states.LAYOUTS[self._method]:
-            if name == "z" or (name == "initial_param" and _keeps_initial_param(group["momentum"])):
-                state[name] = states.copy(param)
-            elif name != "initial_param":
-                state[name] = states.zeros(param)
+        state["step"] = states.counter(param, on_device)
+        for name in self._layout(group):
+            copied = name in ("z", "initial_param")
+            state[name] = states.copy(param) if copied else states.zeros(param)
 
-    def _hyper(self, group: Group, compiling: bool) -> Hyper:
-        on_device = group["capturable"] or compiling
+    def _hyper(self, group: Group) -> Hyper:
+        on_device = group["capturable"] or torch.compiler.is_compiling()
         lr = _scalar(group["lr"], on_device)
         decoupled = group["decoupled_weight_decay"] or group["decoupled_lr"]
         return Hyper(
@@ -206,6 +262,8 @@ class _Shell(Optimizer):
             maximize=group["maximize"],
             on_device=on_device,
             differentiable=group["differentiable"],
+            found_inf=getattr(self, "found_inf", None),
+            grad_scale=getattr(self, "grad_scale", None),
         )
 
     def _refuse_blind_capture(self) -> None:
@@ -231,6 +289,12 @@ class _Shell(Optimizer):
                         group["weight_decay"],
                         group["decoupled_weight_decay"] or group["decoupled_lr"],
                     )
+
+    def state_dict(self) -> StateDict:
+        """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
+        state_dict = super().state_dict()
+        state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict whole or not at all.

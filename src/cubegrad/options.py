@@ -22,6 +22,8 @@ class Hyper(NamedTuple):
     maximize: bool
     on_device: bool = False  # the step count is a tensor that is not read on the host
     differentiable: bool = False
+    found_inf: Any = None  # a GradScaler's: nothing may change where it is not 0
+    grad_scale: Any = None  # a GradScaler's: the gradients come multiplied by it
 
 
 def number(name: str, value: Any) -> float:

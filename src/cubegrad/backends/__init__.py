@@ -1,33 +1,52 @@
 """How a step is executed. `choose` is the only decision about hardware.
 
-A backend has one function, `step(method, h, params, grads, steps, buffers)`. The lists run in
-parallel: real dense tensors, the step counters, and for each name of the method's layout
+A backend is a module with a function `step(method, h, params, grads, steps, buffers)`. The lists
+run in parallel: real dense tensors, the step counters, and for each name of the method's layout
 (`states.LAYOUTS`) a list of buffers, left out at the end when the method runs without it. The
-backend updates params, buffers and steps in place, and nothing else.
+backend updates params, buffers and steps in place, and nothing else. A fused backend keeps the
+step counters on the device of their parameters, and has a class `Launch` (`prepared.Launch`),
+with which a step that repeats itself is made ready once.
 """
 
-from collections.abc import Callable, Sequence
+import importlib
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from cubegrad.backends import eager, foreach
-from cubegrad.options import Hyper
-
-Step = Callable[
-    [str, Hyper, list[Tensor], list[Tensor], list[Tensor], Sequence[list[Tensor]]], None
-]
 
 NATIVE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+@cache
+def _load(name: str) -> ModuleType | str:
+    """The backend, or why there is none."""
+    try:
+        return importlib.import_module(f"cubegrad.backends.{name}")
+    except ImportError as error:
+        return f"not available: {error}"
+
+
 def available() -> dict[str, str]:
     """Each backend, and "available" or the reason why it is not."""
+    triton = _load("triton") if torch.cuda.is_available() else "not available: no CUDA device"
     return {
         "eager": "available",
         "foreach": "available",
-        "fused": "not part of this version",
+        "triton": triton if isinstance(triton, str) else "available",
     }
+
+
+def _fused(params: list[Tensor]) -> ModuleType | str:
+    """The fused backend for these parameters, or why there is none."""
+    for param in params:
+        if param.device.type != "cuda":
+            return f"not available for tensors on {param.device}"
+        if type(param) not in NATIVE:
+            return f"not available for tensors of class {type(param).__name__}"
+    return _load("triton")
 
 
 def choose(
@@ -36,15 +55,18 @@ def choose(
     foreach_wanted: bool | None,
     fused_wanted: bool | None,
     differentiable: bool,
-) -> Step:
+) -> ModuleType:
     """The backend asked for, else the fastest one that fits."""
-    if fused_wanted:
-        raise RuntimeError(
-            f"fused=True, but the fused backend is {available()['fused']}; "
-            "leave fused unset to get the fastest backend there is"
-        )
-    if differentiable or foreach_wanted is False:
-        return eager.step
-    # The compiler fuses the plain rule itself; tensor subclasses may lack list operations.
-    plain = torch.compiler.is_compiling() or any(type(p) not in NATIVE for p in params)
-    return eager.step if plain and not foreach_wanted else foreach.step
+    if differentiable or torch.compiler.is_compiling():  # the compiler fuses the plain rule itself
+        return eager
+    if fused_wanted or (fused_wanted is None and foreach_wanted is None):
+        fused = _fused(params)
+        if isinstance(fused, ModuleType):
+            return fused
+        if fused_wanted:
+            raise RuntimeError(
+                f"fused=True, but the fused backend is {fused}; "
+                "leave fused unset to get the fastest backend there is"
+            )
+    native = all(type(param) in NATIVE for param in params)  # others may lack list operations
+    return foreach if foreach_wanted or (foreach_wanted is None and native) else eager

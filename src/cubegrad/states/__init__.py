@@ -34,3 +34,22 @@ def counter(param: Tensor, on_device: bool) -> Tensor:
 def real(tensor: Tensor) -> Tensor:
     """The real view that the rule works on; a complex number is two coordinates."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def lie_alike(first: Tensor, *others: Tensor) -> bool:
+    """Whether one offset in memory means one coordinate in all of them, with no gaps between."""
+    if first.is_contiguous():
+        return all(other.is_contiguous() for other in others)
+    strides = [_strides(tensor) for tensor in (first, *others)]
+    expected = 1
+    for stride, size in sorted(strides[0]):
+        if stride != expected:
+            return False
+        expected *= size
+    return all(other == strides[0] for other in strides[1:])
+
+
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions along which there is anywhere to go."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [(stride, size) for stride, size in pairs if size != 1]
