@@ -7,6 +7,7 @@ import cases
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cubegrad import MADGRAD, MirrorMADGRAD
 from cubegrad.backends import foreach
@@ -89,6 +90,31 @@ def test_step_hooks_are_called_around_the_step(cls):
     optimizer.step()
     assert seen[0] == 1.0
     assert seen[1] < 1.0
+
+
+@each_class
+def test_a_profiler_sees_the_step_as_it_sees_torchs(cls):
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = cls([param])
+    optimizer.step()
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert f"Optimizer.step#{cls.__name__}.step" in {event.name for event in profile.events()}
+
+
+def test_global_step_hooks_are_called():
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = MADGRAD([param])
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda o, *_: seen.append(o))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    optimizer.step()
+    assert seen == [optimizer]
 
 
 @each_class

@@ -155,7 +155,7 @@ class Twins:
                 torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6, check_device=False)
 
     def ready(self):
-        return len(self.optimizers[0]._prepared)
+        return len(self.optimizers[0]._repeated.prepared)
 
 
 def test_a_repeated_step_is_prepared_and_follows_every_change():
@@ -228,7 +228,7 @@ def test_large_tensors_go_first_and_the_rest_follows(monkeypatch):
     shapes = [(3,)] * 5 + [(2000,)] + [(4,)] * 5
     twins = Twins(*shapes)
     twins.step()
-    parts = twins.optimizers[0]._prepared[0].parts
+    parts = twins.optimizers[0]._repeated.prepared[0][0].parts
     assert [len(part.params) for part in parts] == [1, 10]
     assert parts[0].params[0].numel() == 2000
     twins.step()

@@ -26,6 +26,11 @@ class Hyper(NamedTuple):
     grad_scale: Any = None  # a GradScaler's: the gradients come multiplied by it
 
 
+def name_of(group: dict[str, Any], index: int) -> str:
+    """What a parameter is called in messages."""
+    return str(group["param_names"][index]) if "param_names" in group else f"params[{index}]"
+
+
 def number(name: str, value: Any) -> float:
     """The option's value on the host; a tensor's without its history."""
     try:

@@ -5,31 +5,45 @@ is the whole step. Momentum moves every coordinate, and so does coupled decay.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cubegrad.options import Hyper
+from cubegrad.options import Hyper, name_of
 from cubegrad.states import real
 
 
-def refuse(name: str, method: str, momentum: float, weight_decay: float, decoupled: bool) -> None:
-    """Say what stands in the way of a sparse gradient for the parameter `name`."""
+def refuse(method: str, groups: list[dict[str, Any]]) -> None:
+    """Before anything changes: a sparse gradient whose step would not be sparse."""
+    for group in groups:
+        for index, param in enumerate(group["params"]):
+            if param.grad is not None and param.grad.is_sparse:
+                reason = _obstacle(method, group)
+                if reason:
+                    raise RuntimeError(
+                        f"{name_of(group, index)} has a sparse gradient, and {reason}"
+                    )
+
+
+def _obstacle(method: str, group: dict[str, Any]) -> str | None:
     if method != "madgrad":
-        raise RuntimeError(
-            f"{name} has a sparse gradient, and MirrorMADGRAD changes grad_sq_sum in every row "
-            "at every step; use MADGRAD with momentum=0, or sparse=False in the embedding"
+        return (
+            "MirrorMADGRAD changes grad_sq_sum in every row at every step; use MADGRAD with "
+            "momentum=0, or sparse=False in the embedding"
         )
+    momentum, decay = float(group["momentum"]), group["weight_decay"]
     if momentum != 0:
-        raise RuntimeError(
-            f"{name} has a sparse gradient, and momentum={momentum} moves every row at every "
-            "step; put it in a group with momentum=0, or use sparse=False in the embedding"
+        return (
+            f"momentum={momentum} moves every row at every step; put it in a group with "
+            "momentum=0, or use sparse=False in the embedding"
         )
-    if weight_decay and not decoupled:
-        raise RuntimeError(
-            f"{name} has a sparse gradient, and weight_decay={weight_decay} gives every row one; "
-            "put it in a group with weight_decay=0 or decoupled_weight_decay=True"
+    if decay and not (group["decoupled_weight_decay"] or group["decoupled_lr"]):
+        return (
+            f"weight_decay={decay} gives every row one; put it in a group with weight_decay=0 or "
+            "decoupled_weight_decay=True"
         )
+    return None
 
 
 def step(

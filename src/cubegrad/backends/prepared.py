@@ -4,7 +4,7 @@ A fused step is so short that finding its tensors would cost more than updating 
 not change from step to step is looked up once, and each step only makes sure that it has not.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from operator import is_
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from cubegrad.options import Hyper
 from cubegrad.states import lie_alike
+
+Group = dict[str, Any]
 
 ADDRESS, CONTIGUOUS, STRIDE = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
 # Checking a tensor takes the host about as long as a GPU of 4 TB/s needs for this many elements.
@@ -147,7 +149,11 @@ class Prepared:
         alike: dict[Any, list[Tensor]] = {}
         for param in group:
             if param.grad is not None:
-                state[param] = Watched(state[param], self.journal)
+                entries = state[param]
+                if isinstance(entries, Watched):
+                    entries.journal = self.journal
+                else:
+                    state[param] = Watched(entries, self.journal)
                 key = (param.device, param.dtype, param.grad.dtype)
                 alike.setdefault(key, []).append(param)
         self.parts = [
@@ -169,6 +175,45 @@ class Prepared:
     def run(self, h: Hyper) -> list[Tensor]:
         """Step; returns the parameters of the parts that no longer fit, which have not moved."""
         return [param for part in self.parts if not part.run(h) for param in part.params]
+
+
+class Repeated:
+    """The prepared steps of an optimizer, by the number of their group."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[int, tuple[Prepared, Any]] = {}
+        self.states: list[Any] = []  # the values of the optimizer's state when they were prepared
+
+    def ready(
+        self, groups: list[Group], state: Mapping[Tensor, Any], layout_of: Callable[..., Any]
+    ) -> dict[int, Prepared]:
+        """Those that may be run: same parameters, same state, same choice of a backend."""
+        values = state.values()
+        if len(values) != len(self.states) or not all(map(is_, values, self.states)):
+            self.prepared = {}
+        fit = {}
+        for index, (prepared, choice) in self.prepared.items():
+            group = groups[index] if index < len(groups) else None
+            if group is None or _choice(group) != choice:
+                continue
+            if prepared.fits(group["params"], layout_of(group)):
+                fit[index] = prepared
+        self.prepared = {index: self.prepared[index] for index in fit}
+        return fit
+
+    def keep(self, index: int, group: Group, prepared: Prepared | None) -> None:
+        if prepared is not None:
+            self.prepared[index] = (prepared, _choice(group))
+
+    def drop(self, index: int) -> None:
+        del self.prepared[index]
+
+    def remember(self, state: Mapping[Tensor, Any]) -> None:
+        self.states = list(state.values())
+
+
+def _choice(group: Group) -> tuple[Any, ...]:
+    return group["foreach"], group["fused"], group["differentiable"]
 
 
 def _split(params: list[Tensor]) -> list[list[Tensor]]:

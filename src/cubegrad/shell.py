@@ -1,0 +1,328 @@
+"""The torch.optim.Optimizer shell: groups, state, step, state_dict."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypedDict, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from cubegrad import backends, options, rule, sparse, states
+from cubegrad.backends.eager import TorchFunctions
+from cubegrad.backends.prepared import Prepared, Repeated, prepare
+from cubegrad.options import Hyper
+from cubegrad.states import checkpoint
+
+Group = dict[str, Any]
+StateDict = dict[str, Any]
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Flags(TypedDict, total=False):
+    """The keyword-only arguments, all booleans, as MADGRAD documents them."""
+
+    decoupled_weight_decay: bool
+    decoupled_lr: bool
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+class Shell(Optimizer):
+    """All that does not depend on which rule is run."""
+
+    _method: str  # a function of rule.py, and its layout in states.LAYOUTS
+    _choose = staticmethod(backends.choose)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+        *,
+        decoupled_weight_decay: bool = False,
+        decoupled_lr: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "decoupled_lr": decoupled_lr,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        options.check(defaults)
+        self._repeated = Repeated()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        try:
+            options.check(param_group)
+            for index, param in enumerate(param_group["params"]):
+                if not (param.is_floating_point() or param.is_complex()):
+                    name = options.name_of(param_group, index)
+                    raise TypeError(
+                        f"{name} has dtype {param.dtype}, which has no gradient; parameters must "
+                        "be floating point or complex: leave it out or convert it"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+        param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._repeated = Repeated()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step over every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            if torch.compiler.is_compiling():
+                for group in self.param_groups:
+                    self._step_group(group)
+            else:
+                self._step_groups()
+        return loss
+
+    # A scheduler replaces `step` by a wrapper that notes the call, unless it bears this mark; the
+    # compiler refuses to trace that wrapper, so `_init_group` notes the call.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _step_groups(self) -> None:
+        """Repeat the prepared steps that still fit, and run the others from scratch."""
+        self._refuse_blind_capture()
+        ready = self._repeated.ready(self.param_groups, self.state, self._layout)
+        if len(ready) < len(self.param_groups):
+            sparse.refuse(self._method, self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            if index in ready:
+                left = ready[index].run(self._hyper(group))
+                if left:
+                    self._repeated.drop(index)
+                    self._step_group({**group, "params": left})
+            else:
+                self._step_group(group)
+                self._repeated.keep(index, group, self._prepare(group))
+        if len(ready) < len(self.param_groups):
+            self._repeated.remember(self.state)
+
+    def _prepare(self, group: Group) -> Prepared | None:
+        backend = self._backend(group)
+        if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
+            return None
+        layout = self._layout(group)
+        return prepare(backend.Launch, self._method, group["params"], self.state, layout)
+
+    def _step_group(self, group: Group) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        steps: list[Tensor] = []
+        buffers: list[list[Tensor]] = [[] for _ in states.LAYOUTS[self._method]]
+        has_sparse = self._init_group(group, params, grads, steps, *buffers)
+        if not params:
+            return
+        h = self._hyper(group)
+        buffers = [buffer for buffer in buffers if buffer]
+        run = self._backend(group).step
+        if has_sparse:
+            rows = zip(params, grads, steps, *buffers, strict=True)
+            for param, grad, count, *held in [row for row in rows if row[1].is_sparse]:
+                sparse.step(run, self._method, h, param, grad, count, held)
+            dense = [i for i, grad in enumerate(grads) if not grad.is_sparse]
+            params, grads, steps, *buffers = (
+                [column[i] for i in dense] for column in (params, grads, steps, *buffers)
+            )
+        if params:
+            real = [[states.real(t) for t in column] for column in (params, grads, *buffers)]
+            run(self._method, h, real[0], real[1], steps, real[2:])
+        if not torch.compiler.is_compiling() and not _keeps_initial_param(group["momentum"]):
+            for param in group["params"]:  # x is z now, so x_0 can be recovered
+                if param.grad is not None:
+                    self.state[param].pop("initial_param", None)
+
+    def _backend(self, group: Group) -> ModuleType:
+        return self._choose(
+            group["params"],
+            foreach_wanted=group["foreach"],
+            fused_wanted=group["fused"],
+            differentiable=group["differentiable"],
+        )
+
+    def _layout(self, group: Group) -> tuple[str, ...]:
+        """The buffers the group keeps at its present momentum."""
+        names = states.LAYOUTS[self._method]
+        if _keeps_initial_param(group["momentum"]):
+            return names
+        return tuple(name for name in names if name not in states.OPTIONAL)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler may leave unscaling and the look for overflows to the kernels."""
+        return all(hasattr(self._backend(group), "Launch") for group in self.param_groups)
+
+    # torch.compile knows a method of this name and runs it as it is instead of tracing it.
+    def _init_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        steps: list[Tensor],
+        *buffers: list[Tensor],
+    ) -> bool:
+        """Fill the lists with what has a gradient; give state to what had none before."""
+        self._opt_called = True
+        live = [param for param in group["params"] if param.grad is not None]
+        layout = states.LAYOUTS[self._method]
+        on_device = group["capturable"] or hasattr(self._backend(group), "Launch")
+        centred = _keeps_initial_param(group["momentum"]) or any(
+            "initial_param" in self.state[param] for param in live
+        )
+        has_sparse = False
+        for param in live:
+            state = self.state[param]
+            if not state:
+                self._init_state(param, state, group, on_device)
+            elif on_device and state["step"].device != param.device:
+                state["step"] = state["step"].to(param.device)
+            if centred and "initial_param" in layout and "initial_param" not in state:
+                # The run went without momentum until now.
+                state["initial_param"] = _recovered(param, state, group["eps"])
+            has_sparse = has_sparse or param.grad.is_sparse
+            params.append(param)
+            grads.append(param.grad)
+            steps.append(state["step"])
+            for name, buffer in zip(layout, buffers, strict=True):
+                if name in state:
+                    buffer.append(state[name])
+        return has_sparse
+
+    def _init_state(
+        self, param: Tensor, state: dict[str, Any], group: Group, on_device: bool
+    ) -> None:
+        """Fresh buffers. x_0 is the value now, so weights loaded before the first step are it."""
+        state["step"] = states.counter(param, on_device)
+        for name in self._layout(group):
+            copied = name in ("z", "initial_param")
+            state[name] = states.copy(param) if copied else states.zeros(param)
+
+    def _hyper(self, group: Group) -> Hyper:
+        on_device = group["capturable"] or torch.compiler.is_compiling()
+        lr = _scalar(group["lr"], on_device)
+        decoupled = group["decoupled_weight_decay"] or group["decoupled_lr"]
+        return Hyper(
+            lr=lr,
+            momentum=_scalar(group["momentum"], on_device),
+            eps=group["eps"],
+            weight_decay=0.0 if decoupled else group["weight_decay"],
+            shrink=options.shrink(group, lr),
+            maximize=group["maximize"],
+            on_device=on_device,
+            differentiable=group["differentiable"],
+            found_inf=getattr(self, "found_inf", None),
+            grad_scale=getattr(self, "grad_scale", None),
+        )
+
+    def _refuse_blind_capture(self) -> None:
+        """A CUDA graph would freeze a step count and an lr that live on the host."""
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not (started and torch.cuda.is_current_stream_capturing()):
+            return
+        if not all(group["capturable"] for group in self.param_groups):
+            raise RuntimeError(
+                "step() is being captured in a CUDA graph with capturable=False, and would replay "
+                "one step count for ever; build the optimizer with capturable=True"
+            )
+
+    def state_dict(self) -> StateDict:
+        """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
+        state_dict = super().state_dict()
+        state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
+        return state_dict
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict whole or not at all.
+
+        torch's own method would cast the buffers to the parameter's dtype, and so lose the
+        float32 state of half-precision parameters; this one gives each buffer its own dtype.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        loaded = checkpoint.checked(self._method, self.param_groups, self.defaults, state_dict)
+        state: defaultdict[Tensor, Any] = defaultdict(dict, loaded.state)
+        self.__setstate__({"state": state, "param_groups": loaded.groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+def _keeps_initial_param(momentum: float | Tensor) -> bool:
+    """A momentum that is a tensor may change without our seeing it, so x_0 is always kept."""
+    return isinstance(momentum, Tensor) or momentum != 0
+
+
+def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
+    sums = [states.real(state[name]) for name in ("grad_sum", "grad_sq_sum")]
+    centre = rule.recover_initial_param(TorchFunctions, eps, states.real(param), *sums)
+    return torch.view_as_complex(centre) if param.is_complex() else centre
+
+
+def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return value
+    return value.reshape(()) if on_device or value.requires_grad else value.item()
+
+
+def _straight(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Bypass the profiler range and hooks that torch puts around `step`, when there are none.
+
+    They take the host 60 us when it comes out of a wait for the device, a quarter of a ResNet-50
+    step on an H200.
+    """
+    around = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        watched = (
+            torch.autograd.profiler._is_profiler_enabled
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or optimizer_module._global_optimizer_pre_hooks
+            or optimizer_module._global_optimizer_post_hooks
+        )
+        return (around if watched else step)(self, *args, **kwargs)
+
+    either.hooked = True  # type: ignore[attr-defined]
+    return either
+
+
+Shell.step = _straight(Shell.step)  # type: ignore[method-assign]
