@@ -51,7 +51,9 @@ def head(ax: Axes, case: str, tensors: str, row: Row) -> None:
     elements = f"{millions:,.0f}M" if millions >= 10 else f"{millions:.1f}M"
     ax.set_title(case, loc="left", fontsize=10.5, weight="bold", pad=17)
     below = f"{elements} elements in {tensors}, {row['dtype']}"
-    ax.annotate(below, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points")
+    ax.annotate(
+        below, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", fontsize=8.5
+    )
 
 
 def bars(ax: Axes, rows: list[Row]) -> None:
@@ -137,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the figure to write")
     args = parser.parse_args(arguments)
     plt.rcParams.update(STYLE)
-    draw(json.loads(args.json.read_text())).savefig(args.out, dpi=150)
+    draw(json.loads(args.json.read_text())).savefig(args.out, dpi=140)
 
 
 if __name__ == "__main__":
