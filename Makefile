@@ -11,10 +11,10 @@ demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: lint
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2
 
 test-all: lint
-	$(BIN)/pytest -n 2
+	CUBEGRAD_EXAMPLES=10 $(BIN)/pytest -n 2
 
 lint: $(READY)
 	$(BIN)/ruff check .

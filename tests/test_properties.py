@@ -1,6 +1,7 @@
 """Property tests: whatever the shapes, groups, numbers and missing gradients."""
 
 import copy
+import os
 
 import cases
 import numpy as np
@@ -17,6 +18,7 @@ settings.register_profile(
     "cubegrad", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("cubegrad")
+MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` looks ten times as long
 
 layouts = st.sampled_from(cases.SHAPES)
 options = st.fixed_dictionaries(
@@ -66,7 +68,7 @@ def feed(groups, params, seeds, dtype):
     method=st.sampled_from(METHODS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=150)
+@settings(max_examples=150 * MANY)
 def test_foreach_equals_eager_bit_for_bit(run, method, dtype):
     groups, group_options, steps = run
     sides = [build(method, groups, group_options, dtype, foreach=f) for f in (False, True)]
@@ -84,7 +86,7 @@ def test_foreach_equals_eager_bit_for_bit(run, method, dtype):
     size=st.integers(1, 500),
     lie=st.sampled_from([torch.Tensor.clone, cases.gapped]),
 )
-@settings(max_examples=60)
+@settings(max_examples=60 * MANY)
 def test_foreach_in_slices_equals_eager(shape, method, size, lie):
     """To the last place but one: torch rounds a power differently at a list's ends."""
     results = []
@@ -101,7 +103,7 @@ def test_foreach_in_slices_equals_eager(shape, method, size, lie):
 
 
 @given(run=runs(), method=st.sampled_from(METHODS))
-@settings(max_examples=150)
+@settings(max_examples=150 * MANY)
 def test_any_run_follows_the_oracle(run, method):
     groups, group_options, steps = run
     params, optimizer = build(method, groups, group_options, torch.float64)
@@ -120,7 +122,7 @@ def test_any_run_follows_the_oracle(run, method):
 
 
 @given(run=runs(), method=st.sampled_from(METHODS), data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=100 * MANY)
 def test_saving_and_loading_anywhere_changes_nothing(run, method, data):
     groups, group_options, steps = run
     cut = data.draw(st.integers(0, len(steps)))
