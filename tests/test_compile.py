@@ -55,6 +55,25 @@ def test_full_graph_without_recompilation(cls, lr, momentum):
         assert compiled[1].state[p]["step"] == 20
 
 
+def test_a_tensor_lr_never_recompiles_whenever_it_changes():
+    torch._dynamo.reset()
+    params = [nn.Parameter(cases.randn((3,), torch.float64, i)) for i in range(6)]
+    groups = [{"params": [p], "lr": torch.tensor(0.1)} for p in params]
+    optimizer = MADGRAD(groups, momentum=torch.tensor(0.9))
+    counter = CompileCounter()
+    step = torch.compile(optimizer.step, fullgraph=True, backend=counter)
+    counts = []
+    for k in range(16):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if k >= 4:
+            optimizer.param_groups[k % 6]["lr"].mul_(0.5)
+            optimizer.param_groups[k % 6]["momentum"].mul_(0.99)
+        step()
+        counts.append(counter.frame_count)
+    assert counts[2] == counts[-1]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -39,6 +39,21 @@ def test_first_and_second_derivatives_match_finite_differences(cls, options):
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
+def test_derivatives_through_a_change_of_momentum():
+    def function(start, grad):
+        param = start.clone()
+        optimizer = MADGRAD([param], lr=0.1, eps=1e-2, momentum=0.0, differentiable=True)
+        for momentum in (0.0, 0.9, 0.0, 0.5):
+            optimizer.param_groups[0]["momentum"] = momentum
+            param.grad = grad * (1 + momentum)
+            optimizer.step()
+        return param
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(2)]
+    assert torch.autograd.gradcheck(function, [t.requires_grad_() for t in inputs])
+
+
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
 def test_a_coordinate_without_gradient_has_a_finite_derivative(cls):
     """Its ν is 0, where ∛ν has an infinite slope; the step's own slope is lr·√(k+1)/eps · c."""

@@ -63,11 +63,41 @@ def test_an_empty_parameter_list_is_refused():
 def test_integer_parameters_are_refused():
     optimizer = MADGRAD([param()])
     integers = torch.ones(3, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"params\[0\] has dtype torch.int64.*floating point"):
+    with pytest.raises(TypeError, match=r"params\[0\] has dtype torch.int64.*must be float16"):
         MADGRAD([integers])
     with pytest.raises(TypeError, match=r"params\[1\] has dtype torch.int64"):
         optimizer.add_param_group({"params": [param(), integers]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_cannot_be_stepped_are_refused():
+    eighths = torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"params\[0\] has dtype torch.float8_e4m3fn"):
+        MADGRAD([eighths])
+    conjugated = nn.Parameter(torch.ones(3, dtype=torch.complex64).conj())
+    with pytest.raises(TypeError, match=r"params\[0\] is a conjugated.*resolve_conj"):
+        MADGRAD([conjugated])
+
+
+def test_a_decay_that_a_scheduler_makes_too_strong_is_refused_before_anything_changes():
+    first, second = param(), param()
+    options = {"weight_decay": 0.1, "decoupled_lr": True, "lr": 1e-3}
+    optimizer = MADGRAD([{"params": [first]}, {"params": [second], **options}])
+    optimizer.param_groups[1]["lr"] = 0.1
+    first.grad, second.grad = torch.ones(3), torch.ones(3)
+    with pytest.raises(ValueError, match=r"weight_decay=0.1 at lr=0.1 multiplies .* peak lr"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
+    assert not optimizer.state
+
+
+def test_a_backend_that_is_missing_is_refused_before_any_group_steps():
+    first, second = param(), param()
+    optimizer = MADGRAD([{"params": [first]}, {"params": [second], "fused": True}])
+    first.grad, second.grad = torch.ones(3), torch.ones(3)
+    with pytest.raises(RuntimeError, match="fused=True, but"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
 
 
 def trained(cls=MADGRAD, shape=(3,), **options):
@@ -106,8 +136,11 @@ REFUSED = {
         lambda: trained(MirrorMADGRAD).state_dict(),
         "the state of parameter 0 is .*'z'.*madgrad keeps .*grad_sum.*it is mirror_madgrad's",
     ),
-    "no state": (lambda: broken(lambda d: d.pop("state")), "has no 'state' but"),
-    "no groups": (lambda: broken(lambda d: d.pop("param_groups")), "has no 'param_groups' but"),
+    "no state": (lambda: broken(lambda d: d.pop("state")), "has no dict 'state' but"),
+    "no groups": (
+        lambda: broken(lambda d: d.pop("param_groups")),
+        "has no list 'param_groups' but",
+    ),
     "cut short": (
         lambda: broken(lambda d: d["state"][0].pop("grad_sq_sum")),
         "the state of parameter 0 is .*'grad_sum', 'initial_param', 'step'",
@@ -128,6 +161,18 @@ REFUSED = {
     "a step that is no count": (
         lambda: broken(lambda d: d["state"][0].update(step=torch.tensor(NAN))),
         "step of parameter 0 is tensor",
+    ),
+    "a step that is no number": (
+        lambda: broken(lambda d: d["state"][0].update(step="x")),
+        "step of parameter 0 is 'x'",
+    ),
+    "half a step": (
+        lambda: broken(lambda d: d["state"][0].update(step=2.5)),
+        "step of parameter 0 is 2.5",
+    ),
+    "a state that is no dict": (
+        lambda: broken(lambda d: d.update(state=[])),
+        "has no dict 'state' but",
     ),
     "a buffer that is no tensor": (
         lambda: broken(lambda d: d["state"][0].update(grad_sum=[1.0, 2.0, 3.0])),

@@ -278,6 +278,40 @@ def test_half_precision_keeps_float32_state(backend, method):
         assert not torch.equal(param, before)
 
 
+@each_backend
+def test_half_precision_without_momentum_loses_no_small_move(backend):
+    """Each move is below x's last place; recovered from the rounded x, x_0 would swallow them."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if dtype not in backend.dtypes:
+            continue
+        param = cases.parameter(torch.ones(1, dtype=dtype), backend.device)
+        judge = MADGRAD.oracle(cases.numbers(param))
+        options = {"lr": 1e-4, "momentum": 0.0}
+        optimizer = cases.build(MADGRAD, backend, [param], options)
+        for _ in range(60):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            judge.step(np.ones(1), cases.settings(options))
+        assert judge.x[0] < 0.95
+        assert param.item() == pytest.approx(judge.x[0], rel=2.0**-7)
+
+
+@each_method
+@each_backend
+def test_a_gradient_that_is_a_negated_or_conjugated_view(backend, method):
+    for dtype in (torch.float32, torch.complex64):
+        grad = cases.randn((5,), dtype, 1).to(backend.device)
+        lazy = torch._neg_view(grad).conj() if dtype.is_complex else torch._neg_view(grad)
+        params = [parameter(backend, 5, dtype=dtype) for _ in range(2)]
+        for param, given in zip(params, (lazy, lazy.resolve_neg().resolve_conj()), strict=True):
+            optimizer = cases.build(method, backend, [param], {})
+            for _ in range(3):
+                param.grad = given
+                optimizer.step()
+        assert torch.equal(params[0], params[1])
+        assert not torch.equal(params[0], parameter(backend, 5, dtype=dtype))
+
+
 def test_mirror_defaults_to_no_eps():
     param = nn.Parameter(torch.ones(2))
     optimizer = MIRROR.optimizer([param])

@@ -19,8 +19,14 @@ def sparse_grad(param, rows, seed):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"eps": 0.0}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"maximize": True}],
-    ids=["plain", "eps0", "decoupled", "maximize"],
+    [
+        {},
+        {"eps": 0.0},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "momentum": torch.tensor(0.0)},
+        {"maximize": True},
+    ],
+    ids=["plain", "eps0", "decoupled", "decoupled-tensor-momentum", "maximize"],
 )
 @each_backend
 def test_equal_to_the_dense_run(backend, options):
@@ -44,6 +50,24 @@ def test_equal_to_the_dense_run(backend, options):
             a, b = (o.state[p][name] for o, p in zip(optimizers, (sparse, dense), strict=True))
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b)
+
+
+@each_backend
+def test_sparse_gradients_after_momentum_is_switched_off(backend):
+    """The rows without a gradient still have to go from x to z once, before x_0 is dropped."""
+    tables = [cases.parameter(cases.randn((4, 2), torch.float32, 0), backend.device) for _ in "ab"]
+    optimizers = [cases.build(MADGRAD, backend, [table], {"lr": 0.1}) for table in tables]
+    for k in range(6):
+        for table, optimizer in zip(tables, optimizers, strict=True):
+            if k == 3:
+                optimizer.param_groups[0]["momentum"] = 0.0
+            grad = sparse_grad(table, [k % 4, 1], k)
+            dense = k < 3 or table is tables[1]
+            table.grad = None
+            table.grad = grad.to_dense() if dense else grad
+            optimizer.step()
+    torch.testing.assert_close(tables[0], tables[1])
+    assert "initial_param" not in optimizers[0].state[tables[0]]
 
 
 @each_backend
@@ -119,3 +143,16 @@ def test_what_cannot_be_sparse_is_refused_before_anything_changes(method, option
     with cases.no_change(dense, sparse), pytest.raises(RuntimeError, match=f"table .*{message}"):
         optimizer.step()
     assert not optimizer.state
+
+
+@each_backend
+def test_a_gradient_that_turns_sparse_is_refused_too(backend):
+    table = cases.parameter(torch.ones(4, 2), backend.device)
+    optimizer = cases.build(MADGRAD, backend, [table], {})
+    table.grad = torch.ones_like(table)
+    optimizer.step()
+    optimizer.step()
+    table.grad = None
+    table.grad = sparse_grad(table, [1], 0)
+    with cases.no_change(table), pytest.raises(RuntimeError, match=r"momentum=0.9 moves every row"):
+        optimizer.step()

@@ -189,6 +189,8 @@ def test_a_repeated_step_is_prepared_and_follows_every_change():
 
     twins.step(move_state)
     twins.step()
+    twins.step(lambda _, optimizer: optimizer.param_groups[0].update(foreach=False))
+    twins.step()
     twins.step(lambda params, optimizer: optimizer.state.pop(params[0]))  # a fresh start
     twins.step()
     twins.step(lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()))
@@ -265,6 +267,24 @@ def test_a_grad_scalers_numbers_are_honoured_in_the_kernel(method, scaled):
     for p, q in zip(params, twins, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
         assert optimizer.state[p]["step"] == 3
+
+
+def test_a_skipped_step_loses_nothing_when_momentum_is_switched_off():
+    """x has not become z, so x_0 must stay until a step succeeds."""
+    twins = Twins((5,), lr=0.1)
+    for _ in range(3):
+        twins.step()
+    for optimizer in twins.optimizers:
+        optimizer.param_groups[0]["momentum"] = 0.0
+    (param,), fused = twins.sides[0], twins.optimizers[0]
+    param.grad = torch.full_like(param, float("inf"))
+    fused.found_inf = torch.tensor(1.0, device=DEVICE)
+    with cases.no_change(param):
+        fused.step()
+    del fused.found_inf
+    twins.step()
+    twins.step()
+    assert "initial_param" not in fused.state[param]
 
 
 @on_gpu

@@ -61,6 +61,8 @@ def _unknown(found: str, expected: str) -> ValueError:
 
 
 def _parts(state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
+    if not isinstance(state_dict, dict):
+        raise _unknown(f"the type {type(state_dict).__name__}", "a dict")
     for key, kind in (("state", dict), ("param_groups", list)):
         if not isinstance(state_dict.get(key), kind):
             found = f"no {kind.__name__} {key!r} but the keys {sorted(map(str, state_dict))}"

@@ -21,7 +21,7 @@ class MADGRAD(Shell):
         params: tensors, named tensors or groups, as any torch optimizer takes them.
         lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor.
         momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
-            float32 parameter. A float or a tensor.
+            float32 parameter (half precision keeps it). A float or a tensor.
         weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
         eps: ε, added to the cube root and nowhere else. At 0, a coordinate that has had no
             gradient yet stays where it started.

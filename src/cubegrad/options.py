@@ -83,6 +83,13 @@ def shrink(options: dict[str, Any], lr: Any) -> Any:
     decay = options["weight_decay"]
     if not decay or not (options["decoupled_weight_decay"] or options["decoupled_lr"]):
         return None
-    if options["decoupled_lr"]:
-        return 1 - decay * (lr / options["reference_lr"])
-    return 1 - lr * decay
+    rate = lr / options["reference_lr"] if options["decoupled_lr"] else lr
+    factor = 1 - decay * rate
+    if hasattr(factor, "clamp"):
+        return factor.clamp(min=0)
+    if factor < 0:
+        raise ValueError(
+            f"weight_decay={decay} at lr={lr} multiplies the weights by {factor}, which must be "
+            ">= 0; lower weight_decay, or build the optimizer with the peak lr if decoupled_lr=True"
+        )
+    return factor

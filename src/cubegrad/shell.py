@@ -78,12 +78,7 @@ class Shell(Optimizer):
         try:
             options.check(param_group)
             for index, param in enumerate(param_group["params"]):
-                if not (param.is_floating_point() or param.is_complex()):
-                    name = options.name_of(param_group, index)
-                    raise TypeError(
-                        f"{name} has dtype {param.dtype}, which has no gradient; parameters must "
-                        "be floating point or complex: leave it out or convert it"
-                    )
+                _check_param(options.name_of(param_group, index), param)
         except Exception:
             self.param_groups.pop()
             raise
@@ -109,7 +104,7 @@ class Shell(Optimizer):
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             if torch.compiler.is_compiling():
                 for group in self.param_groups:
-                    self._step_group(group)
+                    self._step_group(group, self._hyper(group))
             else:
                 self._step_groups()
         return loss
@@ -121,29 +116,35 @@ class Shell(Optimizer):
     def _step_groups(self) -> None:
         """Repeat the prepared steps that still fit, and run the others from scratch."""
         self._refuse_blind_capture()
-        ready = self._repeated.ready(self.param_groups, self.state, self._layout)
-        if len(ready) < len(self.param_groups):
-            sparse.refuse(self._method, self.param_groups)
-        for index, group in enumerate(self.param_groups):
+        ready = self._repeated.ready(self.param_groups, self.state)
+        hypers = [self._hyper(group) for group in self.param_groups]
+        scratch = [g for index, g in enumerate(self.param_groups) if index not in ready]
+        # All that can be refused is refused before anything changes.
+        sparse.refuse(self._method, scratch)
+        for group in scratch:
+            self._backend(group)
+        for index, (group, h) in enumerate(zip(self.param_groups, hypers, strict=True)):
             if index in ready:
-                left = ready[index].run(self._hyper(group))
+                left = ready[index].run(h)
                 if left:
                     self._repeated.drop(index)
-                    self._step_group({**group, "params": left})
+                    rest = {**group, "params": left}
+                    sparse.refuse(self._method, [rest])
+                    self._step_group(rest, h)
             else:
-                self._step_group(group)
+                self._step_group(group, h)
                 self._repeated.keep(index, group, self._prepare(group))
-        if len(ready) < len(self.param_groups):
+        if scratch:
             self._repeated.remember(self.state)
 
     def _prepare(self, group: Group) -> Prepared | None:
         backend = self._backend(group)
         if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
             return None
-        layout = self._layout(group)
-        return prepare(backend.Launch, self._method, group["params"], self.state, layout)
+        layout_of = functools.partial(states.layout, self._method, group["momentum"])
+        return prepare(backend.Launch, self._method, group["params"], self.state, layout_of)
 
-    def _step_group(self, group: Group) -> None:
+    def _step_group(self, group: Group, h: Hyper) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
@@ -151,24 +152,45 @@ class Shell(Optimizer):
         has_sparse = self._init_group(group, params, grads, steps, *buffers)
         if not params:
             return
-        h = self._hyper(group)
         buffers = [buffer for buffer in buffers if buffer]
         run = self._backend(group).step
         if has_sparse:
-            rows = zip(params, grads, steps, *buffers, strict=True)
-            for param, grad, count, *held in [row for row in rows if row[1].is_sparse]:
-                sparse.step(run, self._method, h, param, grad, count, held)
-            dense = [i for i, grad in enumerate(grads) if not grad.is_sparse]
-            params, grads, steps, *buffers = (
-                [column[i] for i in dense] for column in (params, grads, steps, *buffers)
+            params, grads, steps, buffers = self._step_rows(
+                run, h, group["momentum"], params, grads, steps, buffers
             )
         if params:
             real = [[states.real(t) for t in column] for column in (params, grads, *buffers)]
             run(self._method, h, real[0], real[1], steps, real[2:])
-        if not torch.compiler.is_compiling() and not _keeps_initial_param(group["momentum"]):
-            for param in group["params"]:  # x is z now, so x_0 can be recovered
-                if param.grad is not None:
-                    self.state[param].pop("initial_param", None)
+        if not torch.compiler.is_compiling():
+            self._drop_initial_params(group, h)
+
+    def _step_rows(
+        self,
+        run: Callable[..., None],
+        h: Hyper,
+        momentum: float | Tensor,
+        params: list[Tensor],
+        grads: list[Tensor],
+        steps: list[Tensor],
+        buffers: list[list[Tensor]],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
+        """Step what has a sparse gradient; returns the rest, with gradients that are dense."""
+        rest = []
+        for param, grad, count, *held in zip(params, grads, steps, *buffers, strict=True):
+            if grad.is_sparse and sparse.rows_suffice(h, momentum, param, held):
+                sparse.step(run, self._method, h, param, grad, count, held)
+            else:
+                rest.append((param, grad.to_dense(), count, *held))
+        columns = [list(column) for column in zip(*rest, strict=True)] or [[], [], []]
+        return columns[0], columns[1], columns[2], columns[3:]
+
+    def _drop_initial_params(self, group: Group, h: Hyper) -> None:
+        """Without momentum x is z after a step, so x_0 can be recovered and need not be kept."""
+        for param in group["params"]:
+            if states.keeps_initial_param(group["momentum"], param) or param.grad is None:
+                continue
+            if "initial_param" in self.state[param] and not _skipped(h):
+                del self.state[param]["initial_param"]
 
     def _backend(self, group: Group) -> ModuleType:
         return self._choose(
@@ -177,13 +199,6 @@ class Shell(Optimizer):
             fused_wanted=group["fused"],
             differentiable=group["differentiable"],
         )
-
-    def _layout(self, group: Group) -> tuple[str, ...]:
-        """The buffers the group keeps at its present momentum."""
-        names = states.LAYOUTS[self._method]
-        if _keeps_initial_param(group["momentum"]):
-            return names
-        return tuple(name for name in names if name not in states.OPTIONAL)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -204,14 +219,16 @@ class Shell(Optimizer):
         live = [param for param in group["params"] if param.grad is not None]
         layout = states.LAYOUTS[self._method]
         on_device = group["capturable"] or hasattr(self._backend(group), "Launch")
-        centred = _keeps_initial_param(group["momentum"]) or any(
-            "initial_param" in self.state[param] for param in live
+        centred = any(
+            "initial_param" in self.state[param]
+            or states.keeps_initial_param(group["momentum"], param)
+            for param in live
         )
         has_sparse = False
         for param in live:
             state = self.state[param]
             if not state:
-                self._init_state(param, state, group, on_device)
+                state.update(self._fresh_state(param, group, on_device))
             elif on_device and state["step"].device != param.device:
                 state["step"] = state["step"].to(param.device)
             if centred and "initial_param" in layout and "initial_param" not in state:
@@ -226,14 +243,13 @@ class Shell(Optimizer):
                     buffer.append(state[name])
         return has_sparse
 
-    def _init_state(
-        self, param: Tensor, state: dict[str, Any], group: Group, on_device: bool
-    ) -> None:
-        """Fresh buffers. x_0 is the value now, so weights loaded before the first step are it."""
-        state["step"] = states.counter(param, on_device)
-        for name in self._layout(group):
+    def _fresh_state(self, param: Tensor, group: Group, on_device: bool) -> dict[str, Tensor]:
+        """x_0 is the value now, so weights loaded before the first step are it."""
+        state = {"step": states.counter(param, on_device)}
+        for name in states.layout(self._method, group["momentum"], param):
             copied = name in ("z", "initial_param")
             state[name] = states.copy(param) if copied else states.zeros(param)
+        return state
 
     def _hyper(self, group: Group) -> Hyper:
         on_device = group["capturable"] or torch.compiler.is_compiling()
@@ -266,6 +282,8 @@ class Shell(Optimizer):
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
         state_dict = super().state_dict()
+        if "state" not in state_dict:  # a hook has made something else of it
+            return state_dict
         state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
         return state_dict
 
@@ -285,14 +303,28 @@ class Shell(Optimizer):
             post_hook(self)
 
 
-def _keeps_initial_param(momentum: float | Tensor) -> bool:
-    """A momentum that is a tensor may change without our seeing it, so x_0 is always kept."""
-    return isinstance(momentum, Tensor) or momentum != 0
+def _check_param(name: str, param: Tensor) -> None:
+    if param.dtype not in states.DTYPES:
+        raise TypeError(
+            f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
+            "float64 or complex: leave it out or convert it"
+        )
+    if param.is_conj() or param.is_neg():
+        raise TypeError(
+            f"{name} is a conjugated or negated view, which cannot be written to; parameters must "
+            "hold their own values: use param.resolve_conj().resolve_neg()"
+        )
+
+
+def _skipped(h: Hyper) -> bool:
+    """Whether a GradScaler's overflow kept the step from happening; unknown inside a graph."""
+    return h.found_inf is not None and (h.on_device or bool(h.found_inf.item()))
 
 
 def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
-    sums = [states.real(state[name]) for name in ("grad_sum", "grad_sq_sum")]
-    centre = rule.recover_initial_param(TorchFunctions, eps, states.real(param), *sums)
+    # Copies, since autograd may keep them while the step writes over the originals.
+    x, *sums = (states.real(t).clone() for t in (param, state["grad_sum"], state["grad_sq_sum"]))
+    centre = rule.recover_initial_param(TorchFunctions, eps, x, *sums)
     return torch.view_as_complex(centre) if param.is_complex() else centre
 
 

@@ -1,17 +1,17 @@
 """Row-sparse gradients: the rows that have one, cut out for a dense step and put back.
 
 Without momentum a coordinate with no gradient does not move, so a step over the touched rows
-is the whole step. Momentum moves every coordinate, and so does coupled decay.
+is the whole step. Momentum moves every coordinate, and so does decay; decoupled decay is done with
+the gradient made dense, coupled decay is refused.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cubegrad.options import Hyper, name_of
-from cubegrad.states import real
+from cubegrad.states import keeps_initial_param, real
 
 
 def refuse(method: str, groups: list[dict[str, Any]]) -> None:
@@ -46,6 +46,19 @@ def _obstacle(method: str, group: dict[str, Any]) -> str | None:
     return None
 
 
+def rows_suffice(
+    h: Hyper, momentum: float | Tensor, param: Tensor, buffers: Sequence[Tensor]
+) -> bool:
+    """Whether rows without a gradient stay as they are.
+
+    Not under decoupled decay, and not while x may still be on its way to z: with x_0 held although
+    a momentum of 0 does not need it.
+    """
+    if h.shrink is not None or isinstance(momentum, Tensor):
+        return False
+    return len(buffers) == 2 or keeps_initial_param(momentum, param)
+
+
 def step(
     dense_step: Callable[..., None],
     method: str,
@@ -55,16 +68,9 @@ def step(
     count: Tensor,
     buffers: Sequence[Tensor],
 ) -> None:
-    """Run `dense_step` over the touched rows. Decoupled decay alone costs all rows."""
+    """Run `dense_step` over the touched rows."""
     grad = grad.coalesce()
     rows = tuple(grad.indices())
-    if h.shrink is not None:
-        grad_sum = buffers[0]
-        # Rows without a gradient shrink as in a dense step: x and s, and with them x_0.
-        untouched = torch.ones(param.shape[: len(rows)], dtype=torch.bool, device=param.device)
-        untouched[rows] = False
-        for tensor in (param, grad_sum):
-            tensor[untouched] = tensor[untouched] * h.shrink
     held = [param, *buffers]
     cut = [tensor[rows] for tensor in held]
     x, *state = map(real, cut)

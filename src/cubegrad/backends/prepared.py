@@ -6,7 +6,7 @@ not change from step to step is looked up once, and each step only makes sure th
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from cubegrad.states import lie_alike
 Group = dict[str, Any]
 
 ADDRESS, CONTIGUOUS, STRIDE = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
+BYTES = attrgetter("nbytes")
 # Checking a tensor takes the host about as long as a GPU of 4 TB/s needs for this many elements.
 ELEMENTS_PER_CHECK = 80_000
 ELEMENTS_PER_LAUNCH = 2_000_000
@@ -90,6 +91,7 @@ class Part:
         self.addresses = list(map(ADDRESS, self.watched))
         self.contiguous = all(map(CONTIGUOUS, params))
         self.strides = [grad.stride() for grad in grads if grad is not None]
+        self.bytes = [grad.nbytes for grad in grads if grad is not None]
         self.dtypes = [grad.dtype for grad in grads if grad is not None]
         self.tables: list[tuple[list[int], Any]] = []  # of gradients seen before, the latest first
         self.launch = make(method, params, self.dtypes[0], steps, buffers)
@@ -102,7 +104,9 @@ class Part:
                 alike = all(map(CONTIGUOUS, grads))
             else:
                 alike = list(map(STRIDE, grads)) == self.strides
-            if not alike or list(map(ADDRESS, self.watched)) != self.addresses:
+            if not alike or list(map(BYTES, grads)) != self.bytes:
+                return False
+            if list(map(ADDRESS, self.watched)) != self.addresses:
                 return False
             table = self._table(grads)
         except (
@@ -123,7 +127,7 @@ class Part:
                 if place:
                     self.tables.insert(0, self.tables.pop(place))
                 return table
-        if [grad.dtype for grad in grads] != self.dtypes:
+        if [grad.dtype for grad in grads] != self.dtypes or any(g.is_neg() for g in grads):
             return None
         table, lasting = self.launch.table(addresses)
         if lasting:
@@ -141,9 +145,9 @@ class Prepared:
         method: str,
         group: list[Tensor],
         state: MutableMapping[Tensor, dict[str, Tensor]],
-        layout: Sequence[str],
+        layout_of: Callable[[Tensor], Sequence[str]],
     ) -> None:
-        self.group, self.layout = list(group), layout
+        self.group = list(group)
         self.idle = [param for param in group if param.grad is None]
         self.journal = Journal()
         alike: dict[Any, list[Tensor]] = {}
@@ -157,16 +161,15 @@ class Prepared:
                 key = (param.device, param.dtype, param.grad.dtype)
                 alike.setdefault(key, []).append(param)
         self.parts = [
-            Part(make, method, params, [state[param] for param in params], layout)
+            Part(make, method, params, [state[param] for param in params], layout_of(params[0]))
             for together in alike.values()
             for params in _split(together)
         ]
 
-    def fits(self, group: list[Tensor], layout: Sequence[str]) -> bool:
+    def fits(self, group: list[Tensor]) -> bool:
         """Whether the group still has these parameters, and no others have gradients now."""
         return (
-            layout == self.layout
-            and not self.journal.changed
+            not self.journal.changed
             and len(group) == len(self.group)
             and all(map(is_, group, self.group))
             and all(param.grad is None for param in self.idle)
@@ -184,10 +187,8 @@ class Repeated:
         self.prepared: dict[int, tuple[Prepared, Any]] = {}
         self.states: list[Any] = []  # the values of the optimizer's state when they were prepared
 
-    def ready(
-        self, groups: list[Group], state: Mapping[Tensor, Any], layout_of: Callable[..., Any]
-    ) -> dict[int, Prepared]:
-        """Those that may be run: same parameters, same state, same choice of a backend."""
+    def ready(self, groups: list[Group], state: Mapping[Tensor, Any]) -> dict[int, Prepared]:
+        """Those that may be run: same parameters, same state, same choices."""
         values = state.values()
         if len(values) != len(self.states) or not all(map(is_, values, self.states)):
             self.prepared = {}
@@ -196,7 +197,7 @@ class Repeated:
             group = groups[index] if index < len(groups) else None
             if group is None or _choice(group) != choice:
                 continue
-            if prepared.fits(group["params"], layout_of(group)):
+            if prepared.fits(group["params"]):
                 fit[index] = prepared
         self.prepared = {index: self.prepared[index] for index in fit}
         return fit
@@ -213,7 +214,10 @@ class Repeated:
 
 
 def _choice(group: Group) -> tuple[Any, ...]:
-    return group["foreach"], group["fused"], group["differentiable"]
+    """What decides which backend runs on which buffers."""
+    momentum = group["momentum"]
+    centred = isinstance(momentum, Tensor) or momentum != 0
+    return group["foreach"], group["fused"], group["differentiable"], centred
 
 
 def _split(params: list[Tensor]) -> list[list[Tensor]]:
@@ -233,7 +237,7 @@ def prepare(
     method: str,
     group: list[Tensor],
     state: MutableMapping[Tensor, dict[str, Tensor]],
-    layout: Sequence[str],
+    layout_of: Callable[[Tensor], Sequence[str]],
 ) -> Prepared | None:
     """None if some tensor has to be copied or seen otherwise before it can be stepped."""
     for param in group:
@@ -242,7 +246,9 @@ def prepare(
             continue
         if grad.layout != torch.strided or param.is_complex():
             return None
-        buffers = (state[param][name] for name in layout)
-        if not lie_alike(param, grad, *buffers):
+        layout, entries = layout_of(param), state[param]
+        if set(entries) != {"step", *layout}:  # x_0 is still to be dropped
             return None
-    return Prepared(make, method, group, state, layout)
+        if not lie_alike(param, grad, *(entries[name] for name in layout)):
+            return None
+    return Prepared(make, method, group, state, layout_of)

@@ -8,13 +8,36 @@ LAYOUTS = {
     "madgrad": ("grad_sum", "grad_sq_sum", "initial_param"),
     "mirror_madgrad": ("grad_sq_sum", "z"),
 }
-# initial_param is not kept while momentum is 0.
+# initial_param is not kept while momentum is 0, unless the parameter is too coarse to recover it.
 OPTIONAL = frozenset({"initial_param"})
+DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    }
+)
 
 
 def dtype_of(param: Tensor) -> torch.dtype:
     """float32 for half precision: ν of a float16 gradient of 300 would overflow float16."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def keeps_initial_param(momentum: float | Tensor, param: Tensor) -> bool:
+    """Whether x_0 has to be stored.
+
+    Without momentum x is z and gives x_0 back, but not if x is rounded more coarsely than the sums
+    are: then moves smaller than x's last place would be lost for good. A momentum that is a tensor
+    may change without our seeing it.
+    """
+    return isinstance(momentum, Tensor) or momentum != 0 or dtype_of(param) != param.dtype
+
+
+def layout(method: str, momentum: float | Tensor, param: Tensor) -> tuple[str, ...]:
+    """The buffers that the method keeps for this parameter at this momentum."""
+    if keeps_initial_param(momentum, param):
+        return LAYOUTS[method]
+    return tuple(name for name in LAYOUTS[method] if name not in OPTIONAL)
 
 
 def zeros(param: Tensor) -> Tensor:
@@ -32,12 +55,18 @@ def counter(param: Tensor, on_device: bool) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The real view that the rule works on; a complex number is two coordinates."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    """The real numbers that the rule works on; a complex number is two coordinates.
+
+    A view, but of a gradient whose sign is only noted on it, which becomes a copy.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def lie_alike(first: Tensor, *others: Tensor) -> bool:
     """Whether one offset in memory means one coordinate in all of them, with no gaps between."""
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in (first, *others)):
+        return False
     if first.is_contiguous():
         return all(other.is_contiguous() for other in others)
     strides = [_strides(tensor) for tensor in (first, *others)]

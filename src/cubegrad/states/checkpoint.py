@@ -25,11 +25,12 @@ def checked(
     method: str, groups: list[Group], defaults: dict[str, Any], state_dict: dict[str, Any]
 ) -> Loaded:
     """Copies of the state dict's values, in the form the optimizer keeps them."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
+    for key, kind in (("state", dict), ("param_groups", list)):
+        if not isinstance(state_dict.get(key), kind):
+            found = sorted(map(str, state_dict))
             raise ValueError(
-                f"the state dict has no {key!r} but {sorted(map(str, state_dict))}; it must be "
-                "what an optimizer's state_dict() returned, whole"
+                f"the state dict has no {kind.__name__} {key!r} but {found}; it must be what an "
+                "optimizer's state_dict() returned, whole"
             )
     saved = [_group(defaults, new) for new in state_dict["param_groups"]]
     _check_sizes(groups, saved)
@@ -54,7 +55,7 @@ def checked(
 
 def _group(defaults: dict[str, Any], new: Group) -> Group:
     missing = [name for name in OURS if name not in new]
-    if missing or "params" not in new:
+    if missing or not isinstance(new.get("params"), list):
         raise ValueError(
             f"a param group of the state dict lacks {missing or ['params']}, so cubegrad did not "
             f"write it; it has {sorted(new)}: {FOREIGN}"
@@ -77,6 +78,8 @@ def _check_sizes(groups: list[Group], saved: list[Group]) -> None:
 def _state(
     method: str, key: Any, param: Tensor, group: Group, values: dict[str, Any]
 ) -> dict[str, Tensor]:
+    # A flattened checkpoint has an empty dict for what one parameter has and another has not.
+    values = {name: value for name, value in values.items() if value != {}}
     if not values:
         return {}
     expected = {"step", *LAYOUTS[method]}
@@ -96,9 +99,13 @@ def _state(
 
 
 def _step(key: Any, value: Any) -> Tensor:
-    step = torch.as_tensor(value, dtype=torch.float32)
-    if step.numel() != 1 or not 0 <= step.item() < float("inf"):
-        raise ValueError(f"step of parameter {key!r} is {value!r}; it must be one count >= 0")
+    wrong = ValueError(f"step of parameter {key!r} is {value!r}; it must be one count >= 0")
+    try:
+        step = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
+    if step.numel() != 1 or not 0 <= step.item() < float("inf") or step.item() % 1:
+        raise wrong
     return step.reshape(())
 
 
