@@ -83,16 +83,18 @@ def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
                 assert (error <= limit).all(), (dtype, k, name, (error / limit).max())
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_mixed_dtypes_counts_and_missing_gradients_in_one_group(backend, method):
+def test_mixed_dtypes_counts_and_missing_gradients_in_one_group(backend, method, momentum):
+    options = {"weight_decay": 0.01, "momentum": momentum}
     dtypes = backend.dtypes
     params = [
         cases.parameter(cases.randn((3, 2), d, i), backend.device) for i, d in enumerate(dtypes)
     ]
     alone = [cases.parameter(p.detach().clone(), backend.device) for p in params]
-    together = cases.build(method, backend, params, {"weight_decay": 0.01})
-    apart = [cases.build(method, backend, [p], {"weight_decay": 0.01}) for p in alone]
+    together = cases.build(method, backend, params, options)
+    apart = [cases.build(method, backend, [p], options) for p in alone]
     for k in range(6):
         for i, (p, q) in enumerate(zip(params, alone, strict=True)):
             absent = (k + i) % 3 == 0
@@ -101,6 +103,7 @@ def test_mixed_dtypes_counts_and_missing_gradients_in_one_group(backend, method)
         together.step()
         for optimizer in apart:
             optimizer.step()
-    for p, q in zip(params, alone, strict=True):
+    for p, q, own in zip(params, alone, apart, strict=True):
         assert cases.same_bits(p.detach(), q.detach())
+        assert set(together.state[p]) == set(own.state[q])
         assert together.state[p]["step"] == 4

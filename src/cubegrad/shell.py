@@ -78,7 +78,7 @@ class Shell(Optimizer):
         try:
             options.check(param_group)
             for index, param in enumerate(param_group["params"]):
-                _check_param(options.name_of(param_group, index), param)
+                states.check(options.name_of(param_group, index), param)
         except Exception:
             self.param_groups.pop()
             raise
@@ -130,9 +130,9 @@ class Shell(Optimizer):
                     self._repeated.drop(index)
                     rest = {**group, "params": left}
                     sparse.refuse(self._method, [rest])
-                    self._step_group(rest, h)
+                    self._step_alike(rest, h)
             else:
-                self._step_group(group, h)
+                self._step_alike(group, h)
                 self._repeated.keep(index, group, self._prepare(group))
         if scratch:
             self._repeated.remember(self.state)
@@ -143,6 +143,15 @@ class Shell(Optimizer):
             return None
         layout_of = functools.partial(states.layout, self._method, group["momentum"])
         return prepare(backend.Launch, self._method, group["params"], self.state, layout_of)
+
+    def _step_alike(self, group: Group, h: Hyper) -> None:
+        """Step those parameters that keep x_0 apart from those that do not."""
+        parts: dict[bool, list[Tensor]] = {}
+        for param in group["params"]:
+            kept = states.keeps_initial_param(group["momentum"], param)
+            parts.setdefault(kept, []).append(param)
+        for params in parts.values():
+            self._step_group({**group, "params": params}, h)
 
     def _step_group(self, group: Group, h: Hyper) -> None:
         params: list[Tensor] = []
@@ -155,34 +164,14 @@ class Shell(Optimizer):
         buffers = [buffer for buffer in buffers if buffer]
         run = self._backend(group).step
         if has_sparse:
-            params, grads, steps, buffers = self._step_rows(
-                run, h, group["momentum"], params, grads, steps, buffers
+            params, grads, steps, *buffers = sparse.step_rows(
+                run, self._method, h, group["momentum"], [params, grads, steps, *buffers]
             )
         if params:
             real = [[states.real(t) for t in column] for column in (params, grads, *buffers)]
             run(self._method, h, real[0], real[1], steps, real[2:])
         if not torch.compiler.is_compiling():
             self._drop_initial_params(group, h)
-
-    def _step_rows(
-        self,
-        run: Callable[..., None],
-        h: Hyper,
-        momentum: float | Tensor,
-        params: list[Tensor],
-        grads: list[Tensor],
-        steps: list[Tensor],
-        buffers: list[list[Tensor]],
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[Tensor]]]:
-        """Step what has a sparse gradient; returns the rest, with gradients that are dense."""
-        rest = []
-        for param, grad, count, *held in zip(params, grads, steps, *buffers, strict=True):
-            if grad.is_sparse and sparse.rows_suffice(h, momentum, param, held):
-                sparse.step(run, self._method, h, param, grad, count, held)
-            else:
-                rest.append((param, grad.to_dense(), count, *held))
-        columns = [list(column) for column in zip(*rest, strict=True)] or [[], [], []]
-        return columns[0], columns[1], columns[2], columns[3:]
 
     def _drop_initial_params(self, group: Group, h: Hyper) -> None:
         """Without momentum x is z after a step, so x_0 can be recovered and need not be kept."""
@@ -301,19 +290,6 @@ class Shell(Optimizer):
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-
-def _check_param(name: str, param: Tensor) -> None:
-    if param.dtype not in states.DTYPES:
-        raise TypeError(
-            f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
-            "float64 or complex: leave it out or convert it"
-        )
-    if param.is_conj() or param.is_neg():
-        raise TypeError(
-            f"{name} is a conjugated or negated view, which cannot be written to; parameters must "
-            "hold their own values: use param.resolve_conj().resolve_neg()"
-        )
 
 
 def _skipped(h: Hyper) -> bool:

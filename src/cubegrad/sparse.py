@@ -77,3 +77,20 @@ def step(
     dense_step(method, h, [x], [real(grad.values())], [count], [[tensor] for tensor in state])
     for tensor, values in zip(held, cut, strict=True):
         tensor[rows] = values
+
+
+def step_rows(
+    dense_step: Callable[..., None],
+    method: str,
+    h: Hyper,
+    momentum: float | Tensor,
+    columns: Sequence[list[Tensor]],
+) -> list[list[Tensor]]:
+    """Step what only its rows are needed for; returns the other columns, with dense gradients."""
+    rest = []
+    for param, grad, count, *held in zip(*columns, strict=True):
+        if grad.is_sparse and rows_suffice(h, momentum, param, held):
+            step(dense_step, method, h, param, grad, count, held)
+        else:
+            rest.append((param, grad.to_dense(), count, *held))
+    return [list(column) for column in zip(*rest, strict=True)] or [[] for _ in columns]

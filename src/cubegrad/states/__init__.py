@@ -18,6 +18,20 @@ DTYPES = frozenset(
 )
 
 
+def check(name: str, param: Tensor) -> None:
+    """Refuse a parameter that cannot be stepped."""
+    if param.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
+            "float64 or complex: leave it out or convert it"
+        )
+    if param.is_conj() or param.is_neg():
+        raise TypeError(
+            f"{name} is a conjugated or negated view, which cannot be written to; parameters must "
+            "hold their own values: use param.resolve_conj().resolve_neg()"
+        )
+
+
 def dtype_of(param: Tensor) -> torch.dtype:
     """float32 for half precision: ν of a float16 gradient of 300 would overflow float16."""
     return torch.promote_types(param.dtype, torch.float32)
