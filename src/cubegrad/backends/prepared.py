@@ -73,7 +73,11 @@ class Launch(Protocol):
 
 
 class Part:
-    """Tensors that are checked and launched together."""
+    """Tensors that are checked and launched together.
+
+    What is not looked at: a parameter's strides (exchanged in place by `p.data = p.data.t()`), and
+    the one buffer among many that someone moves by `.data =` while leaving the others.
+    """
 
     def __init__(
         self,
@@ -109,11 +113,8 @@ class Part:
             if list(map(ADDRESS, self.watched)) != self.addresses:
                 return False
             table = self._table(grads)
-        except (
-            TypeError,
-            RuntimeError,
-        ):  # no gradient, or a sparse one
-            return False
+        except (TypeError, RuntimeError):
+            return False  # a gradient is missing, or sparse
         if table is None:
             return False
         self.launch.run(h, table)
