@@ -1,16 +1,11 @@
 """The fused GPU backend beyond the grid: on a GPU where there is one, else interpreted."""
 
-import copy
-import pickle
-
 import cases
 import numpy as np
 import pytest
 import torch
 from cases import BACKENDS, METHODS
 from torch import nn
-
-from cubegrad.backends import prepared
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -130,116 +125,6 @@ def test_unaligned_views_take_the_careful_path():
     assert torch.equal(room[4001:], twin[4001:])
 
 
-class Twins:
-    """The same parameters stepped by the fused and by the eager backend."""
-
-    def __init__(self, *shapes, **options):
-        self.sides = [params_of(FUSED, shapes), params_of(FUSED, shapes)]
-        self.optimizers = [
-            cases.build(cases.MADGRAD, backend, params, options)
-            for backend, params in zip((FUSED, EAGER), self.sides, strict=True)
-        ]
-        self.k = 0
-
-    def step(self, arrange=lambda *_: None):
-        self.k += 1
-        for params, optimizer in zip(self.sides, self.optimizers, strict=True):
-            for i, param in enumerate(params):
-                param.grad = cases.randn(param.shape, param.dtype, 99 * self.k + i).to(DEVICE)
-            arrange(params, optimizer)
-            optimizer.step()
-        for p, q in zip(*self.sides, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-            for name, tensor in self.optimizers[1].state[q].items():
-                mine = self.optimizers[0].state[p][name]
-                torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6, check_device=False)
-
-    def ready(self):
-        return len(self.optimizers[0]._repeated.prepared)
-
-
-def test_a_repeated_step_is_prepared_and_follows_every_change():
-    """Each change is one that stale addresses would get wrong."""
-    twins = Twins((8, 8), (30,), (5, 5))
-    twins.step()
-    twins.step()
-    assert twins.ready() == 1
-
-    twins.step(lambda params, _: setattr(params[0], "grad", params[0].grad.T))  # other strides
-    twins.step(lambda params, _: setattr(params[1], "grad", None))
-    twins.step()
-
-    def move_weights(params, _):
-        params[1].data = params[1].data * 0.5  # other addresses
-
-    twins.step(move_weights)
-    twins.step()
-
-    def replace_buffer(params, optimizer):
-        state = optimizer.state[params[2]]
-        state["grad_sum"] = state["grad_sum"] * 2
-
-    twins.step(replace_buffer)
-    twins.step()
-
-    def move_state(_, optimizer):
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                tensor.data = tensor.data.clone()
-
-    twins.step(move_state)
-    twins.step()
-    twins.step(lambda _, optimizer: optimizer.param_groups[0].update(foreach=False))
-    twins.step()
-    twins.step(lambda params, optimizer: optimizer.state.pop(params[0]))  # a fresh start
-    twins.step()
-    twins.step(lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()))
-    twins.step()
-    for momentum in (0.0, 0.0, 0.5, 0.9):
-        twins.step(lambda _, o, m=momentum: o.param_groups[0].update(momentum=m))
-    assert twins.ready() == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda d: d.__setitem__("a", torch.ones(1)),
-        lambda d: d.pop("a"),
-        lambda d: d.update(a=torch.ones(1)),
-        lambda d: d.__delitem__("a"),
-        lambda d: d.setdefault("b", torch.ones(1)),
-        lambda d: d.clear(),
-        lambda d: d.popitem(),
-        lambda d: d.__ior__({"a": torch.ones(1)}),
-    ],
-)
-def test_a_watched_state_notes_every_way_to_change_it(change):
-    journal = prepared.Journal()
-    watched = prepared.Watched({"a": torch.zeros(1)}, journal)
-    assert watched["a"] == 0
-    assert type(copy.deepcopy(watched)) is dict
-    assert type(pickle.loads(pickle.dumps(watched))) is dict
-    assert not journal.changed
-    change(watched)
-    assert journal.changed
-
-
-def test_large_tensors_go_first_and_the_rest_follows(monkeypatch):
-    monkeypatch.setattr(prepared, "ELEMENTS_PER_CHECK", 1)
-    monkeypatch.setattr(prepared, "ELEMENTS_PER_LAUNCH", 100)
-    shapes = [(3,)] * 5 + [(2000,)] + [(4,)] * 5
-    twins = Twins(*shapes)
-    twins.step()
-    parts = twins.optimizers[0]._repeated.prepared[0][0].parts
-    assert [len(part.params) for part in parts] == [1, 10]
-    assert parts[0].params[0].numel() == 2000
-    twins.step()
-    twins.step(lambda params, _: setattr(params[3], "grad", None))  # the second part no longer fits
-    twins.step()
-    assert twins.optimizers[0].state[twins.sides[0][3]]["step"] == 3
-    assert twins.optimizers[0].state[twins.sides[0][5]]["step"] == 4
-
-
 @pytest.mark.parametrize("scaled", [True, False])
 @each_method
 def test_a_grad_scalers_numbers_are_honoured_in_the_kernel(method, scaled):
@@ -267,24 +152,6 @@ def test_a_grad_scalers_numbers_are_honoured_in_the_kernel(method, scaled):
     for p, q in zip(params, twins, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
         assert optimizer.state[p]["step"] == 3
-
-
-def test_a_skipped_step_loses_nothing_when_momentum_is_switched_off():
-    """x has not become z, so x_0 must stay until a step succeeds."""
-    twins = Twins((5,), lr=0.1)
-    for _ in range(3):
-        twins.step()
-    for optimizer in twins.optimizers:
-        optimizer.param_groups[0]["momentum"] = 0.0
-    (param,), fused = twins.sides[0], twins.optimizers[0]
-    param.grad = torch.full_like(param, float("inf"))
-    fused.found_inf = torch.tensor(1.0, device=DEVICE)
-    with cases.no_change(param):
-        fused.step()
-    del fused.found_inf
-    twins.step()
-    twins.step()
-    assert "initial_param" not in fused.state[param]
 
 
 @on_gpu
