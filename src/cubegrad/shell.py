@@ -321,7 +321,7 @@ def _straight(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         watched = (
-            torch.autograd.profiler._is_profiler_enabled
+            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or optimizer_module._global_optimizer_pre_hooks
