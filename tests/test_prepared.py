@@ -8,9 +8,10 @@ import pytest
 import torch
 from cases import BACKENDS
 
+from cubegrad import shell
 from cubegrad.backends import prepared
 
-pytest.importorskip("triton")
+triton_backend = pytest.importorskip("cubegrad.backends.triton")
 
 FUSED = next(backend for backend in BACKENDS if backend.name == "triton")
 EAGER = next(backend for backend in BACKENDS if backend.name.startswith("eager"))
@@ -148,3 +149,25 @@ def test_a_skipped_step_loses_nothing_when_momentum_is_switched_off():
     twins.step()
     twins.step()
     assert "initial_param" not in fused.state[param]
+
+
+def test_what_is_made_inside_a_capture_is_kept_and_not_repeated(monkeypatch):
+    """A graph's replay reads the tables again; outside it they were never filled."""
+    kept = []
+    monkeypatch.setattr(triton_backend, "_capturing", lambda _: True)
+    monkeypatch.setattr(triton_backend, "CAPTURED", kept)
+    monkeypatch.setattr(shell, "_capturing", lambda: True)
+    params = params_of([(5,), (3, 4)])
+    optimizer = cases.build(cases.MADGRAD, FUSED, params, {"capturable": True})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not optimizer._repeated.prepared
+    assert any(isinstance(thing, tuple) and thing[0].rows.numel() for thing in kept)
+    assert any(
+        params[0] is tensor
+        for columns in kept
+        if isinstance(columns, list)
+        for column in columns
+        for tensor in column
+    )

@@ -141,6 +141,8 @@ class Shell(Optimizer):
         backend = self._backend(group)
         if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
             return None
+        if _capturing():  # its tables would exist in the graph's replay only
+            return None
         layout_of = functools.partial(states.layout, self._method, group["momentum"])
         return prepare(backend.Launch, self._method, group["params"], self.state, layout_of)
 
@@ -259,10 +261,7 @@ class Shell(Optimizer):
 
     def _refuse_blind_capture(self) -> None:
         """A CUDA graph would freeze a step count and an lr that live on the host."""
-        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if not (started and torch.cuda.is_current_stream_capturing()):
-            return
-        if not all(group["capturable"] for group in self.param_groups):
+        if _capturing() and not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(
                 "step() is being captured in a CUDA graph with capturable=False, and would replay "
                 "one step count for ever; build the optimizer with capturable=True"
@@ -290,6 +289,11 @@ class Shell(Optimizer):
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _capturing() -> bool:
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(started and torch.cuda.is_current_stream_capturing())
 
 
 def _skipped(h: Hyper) -> bool:

@@ -28,23 +28,6 @@ class TorchFunctions:
         return torch.where(infinite, 0.0, 1 / torch.where(infinite, 1.0, x))
 
 
-def count(h: Hyper, step: Tensor, dtype: torch.dtype) -> Tensor | float:
-    """k, as a tensor that stays where it is or as a number."""
-    return step.to(dtype) if h.on_device else step.item()
-
-
-@torch.no_grad()
-def _store(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        if value is not target:
-            target.copy_(value)
-
-
-def _store_differentiably(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
-
-
 def step(
     method: str,
     h: Hyper,
@@ -54,13 +37,14 @@ def step(
     buffers: Sequence[list[Tensor]],
 ) -> None:
     update = getattr(rule, method)
-    for param, grad, k, *state in zip(params, grads, steps, *buffers, strict=True):
+    for param, grad, count, *state in zip(params, grads, steps, *buffers, strict=True):
         dtype = dtype_of(param)
-        inputs = [param, *state]
+        k = count.to(dtype) if h.on_device else count.item()
+        x, *rest = param, *state
         if h.differentiable:  # autograd saves what the rule reads, so it must not be written over
-            inputs = [tensor.clone() for tensor in inputs]
-        x, *rest = inputs
-        values = update(TorchFunctions, h, count(h, k, dtype), x.to(dtype), grad.to(dtype), *rest)
-        store = _store_differentiably if h.differentiable else _store
-        store([param, *state], values)
-        k += 1
+            x, *rest = (tensor.clone() for tensor in (param, *state))
+        values = update(TorchFunctions, h, k, x.to(dtype), grad.to(dtype), *rest)
+        for target, value in zip((param, *state), values, strict=True):
+            if value is not target:
+                target.copy_(value)
+        count += 1

@@ -27,7 +27,7 @@ Row = tuple[Tensor, ...]  # param, grad, step, and the buffers of one parameter
 
 
 class TensorList:
-    """Operators over a list of tensors. Per-tensor numbers come as a tuple or a TensorList."""
+    """Operators over a list of tensors; the other operand is a TensorList or one number for all."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tuple(tensors)

@@ -6,8 +6,6 @@ not; `units` the (row, index) pairs that cut all tensors into pieces, one for ea
 last program to finish counts the steps.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +38,14 @@ DTYPES = {
 }
 
 
+# What a graph was captured with, for as long as it may be replayed: nobody says when that ends.
+CAPTURED: list[Any] = []
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _pinned(numbers: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """On the host, where the device can fetch it while the host goes on."""
     host = torch.as_tensor(numbers, dtype=dtype)
@@ -58,7 +64,7 @@ class Launch:
         buffers: Sequence[list[Tensor]],
     ) -> None:
         self.device = params[0].device
-        self.held: list[Any] = [params, steps, buffers]  # the tables hold their addresses
+        self.held = (params, steps, buffers)  # the tables hold their addresses
         sizes = [param.numel() for param in params]
         columns = [[tensor.data_ptr() for tensor in column] for column in (params, *buffers)]
         nothing = [0] * len(params)
@@ -68,6 +74,8 @@ class Launch:
         units = _pinned(_cut(sizes, SPAN * BLOCK), self.device, torch.int32)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
+        if _capturing(self.device):  # each replay uploads the tables anew
+            CAPTURED.append((self, rows, units))
         self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
         self.programs = len(units)
         self.kernels: dict[tuple[bool, ...], Callable[..., None]] = {}
@@ -78,9 +86,9 @@ class Launch:
         """The gradients' addresses on the device. What a graph uploads, only its replay has."""
         host = _pinned(grads, self.device, torch.int64)
         table = host.to(self.device, non_blocking=True)
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = _capturing(self.device)
         if capturing:
-            self.held.append((host, table))
+            CAPTURED.append((self, host, table))
         return table, not capturing
 
     def run(self, h: Hyper, table: Tensor) -> None:
@@ -160,7 +168,9 @@ def step(
         flat = [_flattened(row) for row in rows]
         columns = [list(column) for column in zip(*flat, strict=True)]
         launch = Launch(method, columns[0], columns[1][0].dtype, columns[2], columns[3:])
-        table, _ = launch.table([grad.data_ptr() for grad in columns[1]])
+        table, lasting = launch.table([grad.data_ptr() for grad in columns[1]])
+        if not lasting:
+            CAPTURED.append(columns)
         launch.run(h, table)
         for row, copy in zip(rows, flat, strict=True):
             for target, source in zip(row, copy, strict=True):
