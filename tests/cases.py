@@ -40,6 +40,8 @@ BACKENDS = [
     Backend("foreach", {"foreach": True}),
     Backend("eager-capturable", {"foreach": False, "capturable": True}),
     Backend("foreach-capturable", {"foreach": True, "capturable": True}),
+    Backend("cpu", {"fused": True}),
+    Backend("cpu-capturable", {"fused": True, "capturable": True}),
 ]
 if torch.cuda.is_available():
     BACKENDS = [

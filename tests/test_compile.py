@@ -133,7 +133,7 @@ def test_capturable_reads_no_tensor_on_the_host(cls, foreach):
         optimizer.step()
     assert optimizer.state[param]["step"] == 2
     assert optimizer.state[param]["step"].device == param.device
-    plain = cls([param], lr=0.1)
+    plain = cls([param], lr=0.1, foreach=foreach)
     with _NoHostRead(), pytest.raises(AssertionError, match="read on the host"):
         plain.step()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MirrorMADGRAD, backends
 
 NAN = float("nan")
 
@@ -91,6 +91,14 @@ def test_a_decay_that_a_scheduler_makes_too_strong_is_refused_before_anything_ch
     assert not optimizer.state
 
 
+@pytest.fixture
+def not_built(monkeypatch):
+    """As where the extension could not be compiled."""
+    reason = "not available: No module named 'cubegrad.backends._native'"
+    monkeypatch.setattr(backends, "_load", lambda _: reason)
+
+
+@pytest.mark.usefixtures("not_built")
 def test_a_backend_that_is_missing_is_refused_before_any_group_steps():
     first, second = param(), param()
     optimizer = MADGRAD([{"params": [first]}, {"params": [second], "fused": True}])
@@ -194,6 +202,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name):
         assert torch.equal(tensor, after["state"][0][key])
 
 
+@pytest.mark.usefixtures("not_built")
 def test_fused_without_a_fused_backend_says_so():
     optimizer = MADGRAD([p := param()], fused=True)
     p.grad = torch.ones(3)

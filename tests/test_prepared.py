@@ -163,11 +163,6 @@ def test_what_is_made_inside_a_capture_is_kept_and_not_repeated(monkeypatch):
         param.grad = torch.ones_like(param)
     optimizer.step()
     assert not optimizer._repeated.prepared
-    assert any(isinstance(thing, tuple) and thing[0].rows.numel() for thing in kept)
-    assert any(
-        params[0] is tensor
-        for columns in kept
-        if isinstance(columns, list)
-        for column in columns
-        for tensor in column
-    )
+    assert all(launch.rows.numel() for launch, *_ in kept)
+    assert any(params[0] is tensor for launch, *_ in kept for tensor in launch.alive[0])
+    assert any(params[0].grad is tensor for launch, *_ in kept for tensor in launch.alive[1])

@@ -18,6 +18,7 @@ from torch import Tensor
 from cubegrad.backends import eager, foreach
 
 NATIVE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+FUSED = {"cpu": "cpu", "cuda": "triton"}  # by the type of device
 
 
 @cache
@@ -26,27 +27,31 @@ def _load(name: str) -> ModuleType | str:
     try:
         return importlib.import_module(f"cubegrad.backends.{name}")
     except ImportError as error:
-        return f"not available: {error}"
+        remedy = "reinstall where there is a C compiler" if name == "cpu" else "install triton"
+        return f"not available: {error}; {remedy}"
 
 
 def available() -> dict[str, str]:
     """Each backend, and "available" or the reason why it is not."""
-    triton = _load("triton") if torch.cuda.is_available() else "not available: no CUDA device"
-    return {
-        "eager": "available",
-        "foreach": "available",
-        "triton": triton if isinstance(triton, str) else "available",
+    fused = {
+        "cpu": _load("cpu"),
+        "triton": _load("triton") if torch.cuda.is_available() else "not available: no CUDA device",
     }
+    found = {name: it if isinstance(it, str) else "available" for name, it in fused.items()}
+    return {"eager": "available", "foreach": "available", **found}
 
 
 def _fused(params: list[Tensor]) -> ModuleType | str:
     """The fused backend for these parameters, or why there is none."""
+    kinds = {param.device.type for param in params}
+    if len(kinds) > 1:
+        return f"not available for tensors on {' and '.join(sorted(kinds))} in one group"
     for param in params:
-        if param.device.type != "cuda":
-            return f"not available for tensors on {param.device}"
         if type(param) not in NATIVE:
             return f"not available for tensors of class {type(param).__name__}"
-    return _load("triton")
+        if param.device.type not in FUSED:
+            return f"not available for tensors on {param.device}"
+    return _load(FUSED[kinds.pop()]) if kinds else eager
 
 
 def choose(

@@ -4,21 +4,21 @@ A fused step is so short that finding its tensors would cost more than updating 
 not change from step to step is looked up once, and each step only makes sure that it has not.
 """
 
+from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
-from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cubegrad.backends import look
 from cubegrad.options import Hyper
 from cubegrad.states import lie_alike
 
 Group = dict[str, Any]
 
-ADDRESS, CONTIGUOUS, STRIDE = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
-BYTES = attrgetter("nbytes")
+ADDRESS = Tensor.data_ptr
 # Checking a tensor takes the host about as long as a GPU of 4 TB/s needs for this many elements.
 ELEMENTS_PER_CHECK = 80_000
 ELEMENTS_PER_LAUNCH = 2_000_000
@@ -66,7 +66,9 @@ for _name in ("clear", "pop", "popitem", "setdefault", "update"):
 class Launch(Protocol):
     """What a fused backend makes of tensors of one device and dtype that lie densely."""
 
-    def table(self, grads: list[int]) -> tuple[Any, bool]:
+    alive: Any  # what must live as long as a graph may replay the launch
+
+    def table(self, grads: bytes) -> tuple[Any, bool]:
         """The gradients' addresses where `run` wants them, and whether they will stay there."""
 
     def run(self, h: Hyper, table: Any) -> None: ...
@@ -75,8 +77,8 @@ class Launch(Protocol):
 class Part:
     """Tensors that are checked and launched together.
 
-    What is not looked at: a parameter's strides (exchanged in place by `p.data = p.data.t()`), and
-    the one buffer among many that someone moves by `.data =` while leaving the others.
+    What is not looked at: the one buffer among many that someone moves by `.data =` while leaving
+    the others, and whether a gradient is the negated view of one that was met before.
     """
 
     def __init__(
@@ -87,52 +89,40 @@ class Part:
         states: list[dict[str, Tensor]],
         layout: Sequence[str],
     ) -> None:
-        grads = [param.grad for param in params]
         steps, *buffers = [[state[name] for state in states] for name in ("step", *layout)]
         self.params = params
+        self.signature = look.signature(params)
         # Who moves state in place moves all of it, so a few buffers' addresses tell.
-        self.watched = [*params, *buffers[0][:: max(1, len(params) // 8)]]
+        self.watched = buffers[0][:: max(1, len(params) // 8)]
         self.addresses = list(map(ADDRESS, self.watched))
-        self.contiguous = all(map(CONTIGUOUS, params))
-        self.strides = [grad.stride() for grad in grads if grad is not None]
-        self.bytes = [grad.nbytes for grad in grads if grad is not None]
-        self.dtypes = [grad.dtype for grad in grads if grad is not None]
-        self.tables: list[tuple[list[int], Any]] = []  # of gradients seen before, the latest first
-        self.launch = make(method, params, self.dtypes[0], steps, buffers)
+        self.tables: list[tuple[bytes, Any]] = []  # of gradients seen before, the latest first
+        grad = params[0].grad
+        assert grad is not None
+        self.launch = make(method, params, grad.dtype, steps, buffers)
 
     def run(self, h: Hyper) -> bool:
         """Step if every tensor is where and what it was; else change nothing and say so."""
-        grads: list[Any] = [param.grad for param in self.params]
-        try:
-            if self.contiguous:
-                alike = all(map(CONTIGUOUS, grads))
-            else:
-                alike = list(map(STRIDE, grads)) == self.strides
-            if not alike or list(map(BYTES, grads)) != self.bytes:
-                return False
-            if list(map(ADDRESS, self.watched)) != self.addresses:
-                return False
-            table = self._table(grads)
-        except (TypeError, RuntimeError):
-            return False  # a gradient is missing, or sparse
+        grads = look.addresses(self.params, self.signature)
+        if grads is None or list(map(ADDRESS, self.watched)) != self.addresses:
+            return False
+        table = self._table(grads)
         if table is None:
             return False
         self.launch.run(h, table)
         return True
 
-    def _table(self, grads: list[Tensor]) -> Any:
+    def _table(self, grads: bytes) -> Any:
         """The addresses of these gradients, from memory if they lie where some lay before."""
-        addresses = list(map(ADDRESS, grads))
         for place, (known, table) in enumerate(self.tables):
-            if known == addresses:
+            if known == grads:
                 if place:
                     self.tables.insert(0, self.tables.pop(place))
                 return table
-        if [grad.dtype for grad in grads] != self.dtypes or any(g.is_neg() for g in grads):
+        if any(param.grad.is_neg() for param in self.params):  # type: ignore[union-attr]
             return None
-        table, lasting = self.launch.table(addresses)
+        table, lasting = self.launch.table(grads)
         if lasting:
-            self.tables.insert(0, (addresses, table))
+            self.tables.insert(0, (grads, table))
             del self.tables[TABLES_KEPT:]
         return table
 
@@ -171,8 +161,7 @@ class Prepared:
         """Whether the group still has these parameters, and no others have gradients now."""
         return (
             not self.journal.changed
-            and len(group) == len(self.group)
-            and all(map(is_, group, self.group))
+            and look.same(group, self.group)
             and all(param.grad is None for param in self.idle)
         )
 
@@ -190,8 +179,7 @@ class Repeated:
 
     def ready(self, groups: list[Group], state: Mapping[Tensor, Any]) -> dict[int, Prepared]:
         """Those that may be run: same parameters, same state, same choices."""
-        values = state.values()
-        if len(values) != len(self.states) or not all(map(is_, values, self.states)):
+        if not look.same(list(state.values()), self.states):
             self.prepared = {}
         fit = {}
         for index, (prepared, choice) in self.prepared.items():
@@ -247,9 +235,46 @@ def prepare(
             continue
         if grad.layout != torch.strided or param.is_complex():
             return None
+        if type(grad) is not Tensor:
+            return None
         layout, entries = layout_of(param), state[param]
         if set(entries) != {"step", *layout}:  # x_0 is still to be dropped
             return None
         if not lie_alike(param, grad, *(entries[name] for name in layout)):
             return None
     return Prepared(make, method, group, state, layout_of)
+
+
+def step_once(
+    make: Callable[..., Launch],
+    method: str,
+    h: Hyper,
+    params: list[Tensor],
+    grads: list[Tensor],
+    steps: list[Tensor],
+    buffers: Sequence[list[Tensor]],
+) -> None:
+    """Any tensors, once: with tables for the occasion, and copies of what does not lie densely."""
+    alike: dict[Any, list[tuple[Tensor, ...]]] = {}
+    for row in zip(params, grads, steps, *buffers, strict=True):
+        alike.setdefault((row[0].device, row[0].dtype, row[1].dtype), []).append(row)
+    for rows in alike.values():
+        flat = [_flattened(row) for row in rows]
+        columns = [list(column) for column in zip(*flat, strict=True)]
+        launch = make(method, columns[0], columns[1][0].dtype, columns[2], columns[3:])
+        launch.alive = columns
+        table, _ = launch.table(array("q", map(ADDRESS, columns[1])).tobytes())
+        launch.run(h, table)
+        for row, copy in zip(rows, flat, strict=True):
+            for target, source in zip(row, copy, strict=True):
+                if source is not target and target is not row[1]:
+                    target.copy_(source)
+
+
+def _flattened(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The row if its tensors lie densely and alike on one device, else copies that do."""
+    param, grad, count, *state = row
+    count = count.to(param.device)
+    if lie_alike(param, grad, *state):
+        return (param, grad, count, *state)
+    return (param.contiguous(), grad.contiguous(), count, *(t.contiguous() for t in state))

@@ -6,6 +6,7 @@ not; `units` the (row, index) pairs that cut all tensors into pieces, one for ea
 last program to finish counts the steps.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cubegrad.backends.prepared import step_once
 from cubegrad.backends.triton_kernel import step_units
 from cubegrad.options import Hyper
-from cubegrad.states import lie_alike
 
 # A program updates SPAN blocks in a row. On an H200 (torch 2.11, Triton 3.6) the kernel then moved
 # 100 % of the copy bandwidth in one tensor of 2^29, 94 % in ResNet-50's 161 tensors, and 99 % in
@@ -46,9 +47,8 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _pinned(numbers: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _pinned(host: Tensor, device: torch.device) -> Tensor:
     """On the host, where the device can fetch it while the host goes on."""
-    host = torch.as_tensor(numbers, dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory()
 
 
@@ -64,14 +64,14 @@ class Launch:
         buffers: Sequence[list[Tensor]],
     ) -> None:
         self.device = params[0].device
-        self.held = (params, steps, buffers)  # the tables hold their addresses
+        self.alive: Any = (params, steps, buffers)  # the tables hold their addresses
         sizes = [param.numel() for param in params]
         columns = [[tensor.data_ptr() for tensor in column] for column in (params, *buffers)]
         nothing = [0] * len(params)
         columns += [nothing] * (4 - len(columns))
         columns += [[step.data_ptr() for step in steps], sizes, nothing, nothing]
-        rows = _pinned(list(zip(*columns, strict=True)), self.device, torch.int64)
-        units = _pinned(_cut(sizes, SPAN * BLOCK), self.device, torch.int32)
+        rows = _pinned(torch.tensor(list(zip(*columns, strict=True))), self.device)
+        units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
         if _capturing(self.device):  # each replay uploads the tables anew
@@ -82,9 +82,9 @@ class Launch:
         dtypes = (params[0].dtype, grad_dtype, buffers[0][0].dtype)
         self.constants = (method, len(buffers) == 3, *(DTYPES[d] for d in dtypes), BLOCK)
 
-    def table(self, grads: list[int]) -> tuple[Tensor, bool]:
+    def table(self, grads: bytes) -> tuple[Tensor, bool]:
         """The gradients' addresses on the device. What a graph uploads, only its replay has."""
-        host = _pinned(grads, self.device, torch.int64)
+        host = _pinned(torch.frombuffer(bytearray(grads), dtype=torch.int64), self.device)
         table = host.to(self.device, non_blocking=True)
         capturing = _capturing(self.device)
         if capturing:
@@ -152,36 +152,4 @@ def _gathered(numbers: tuple[float | Tensor, ...], device: torch.device) -> Tens
     return torch.stack(tensors)
 
 
-def step(
-    method: str,
-    h: Hyper,
-    params: list[Tensor],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    buffers: Sequence[list[Tensor]],
-) -> None:
-    """Any tensors, once: with tables for the occasion, and copies of what does not lie densely."""
-    alike: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for row in zip(params, grads, steps, *buffers, strict=True):
-        alike.setdefault((row[0].device, row[0].dtype, row[1].dtype), []).append(row)
-    for rows in alike.values():
-        flat = [_flattened(row) for row in rows]
-        columns = [list(column) for column in zip(*flat, strict=True)]
-        launch = Launch(method, columns[0], columns[1][0].dtype, columns[2], columns[3:])
-        table, lasting = launch.table([grad.data_ptr() for grad in columns[1]])
-        if not lasting:
-            CAPTURED.append(columns)
-        launch.run(h, table)
-        for row, copy in zip(rows, flat, strict=True):
-            for target, source in zip(row, copy, strict=True):
-                if source is not target and target is not row[1]:
-                    target.copy_(source)
-
-
-def _flattened(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The row if its tensors lie densely and alike on one device, else copies that do."""
-    param, grad, count, *state = row
-    count = count.to(param.device)
-    if lie_alike(param, grad, *state):
-        return (param, grad, count, *state)
-    return (param.contiguous(), grad.contiguous(), count, *(t.contiguous() for t in state))
+step = functools.partial(step_once, Launch)

@@ -1,0 +1,252 @@
+#include "cpu.h"
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+/* A chunk is fetched while the one before the last is computed: the arithmetic is long enough to
+   keep the processor from running ahead to the next misses by itself. 15 % of a step. */
+#define CHUNK 128
+#define AHEAD 256
+/* A thread is worth waking for this many elements: 1 MB to move. */
+#define GRAIN 32768
+#define PIECE 16384
+#define MOST_THREADS 256
+
+typedef uint16_t half_at __attribute__((aligned(1), may_alias));
+typedef float float_at __attribute__((aligned(1), may_alias));
+typedef double double_at __attribute__((aligned(1), may_alias));
+
+static const int64_t WIDTH[] = {[HALF] = 2, [BFLOAT16] = 2, [SINGLE] = 4, [DOUBLE] = 8};
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float single_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float from_bfloat16(uint16_t half) { return single_of((uint32_t)half << 16); }
+
+INLINE uint16_t to_bfloat16(float x)
+{
+    uint32_t bits = bits_of(x);
+    uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1); /* to even */
+    return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
+}
+
+INLINE float from_half(uint16_t half)
+{
+    uint32_t shifted = (uint32_t)(half & 0x7fff) << 13;
+    uint32_t scaled = bits_of(single_of(shifted) * 0x1p112f); /* the difference of the biases */
+    uint32_t special = shifted >= 0x7c00u << 13 ? 0x7f800000 : 0;
+    return single_of(scaled | special | (uint32_t)(half & 0x8000) << 16);
+}
+
+INLINE uint16_t to_half(float x)
+{
+    uint32_t sign = bits_of(x) >> 16 & 0x8000;
+    uint32_t size = bits_of(x) & 0x7fffffff;
+    uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13; /* to even */
+    /* 0.5's last place is the last place of a subnormal half. */
+    uint32_t subnormal = bits_of(single_of(size) + 0.5f) - bits_of(0.5f);
+    uint32_t finite = size < 0x38800000 ? subnormal : normal;
+    uint32_t special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+    return (uint16_t)(sign | (size >= 0x477ff000 ? special : finite)); /* 65520 rounds to inf */
+}
+
+INLINE void prefetch(const void *at, size_t bytes)
+{
+    for (size_t offset = 0; offset < bytes; offset += 64)
+        __builtin_prefetch((const char *)at + offset);
+}
+
+#define LEVEL baseline
+#define TARGET
+#if defined(__aarch64__)
+#define FUSES 1
+#else
+#define FUSES 0
+#endif
+#define WIDE 0
+#include "cpu_kernels.h"
+#undef WIDE
+#define WIDE 1
+#include "cpu_kernels.h"
+#undef WIDE
+#undef TARGET
+#undef FUSES
+#undef LEVEL
+
+#if defined(__x86_64__)
+
+#define LEVEL avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define FUSES 1
+#define WIDE 0
+#include "cpu_kernels.h"
+#undef WIDE
+#define WIDE 1
+#include "cpu_kernels.h"
+#undef WIDE
+#undef TARGET
+#undef FUSES
+#undef LEVEL
+
+#define LEVEL avx512
+#define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,fma")))
+#define FUSES 1
+#define WIDE 0
+#include "cpu_kernels.h"
+#undef WIDE
+#define WIDE 1
+#include "cpu_kernels.h"
+#undef WIDE
+#undef TARGET
+#undef FUSES
+#undef LEVEL
+
+#define AT_EACH_LEVEL(name) {name##_baseline, name##_avx2, name##_avx512}
+
+enum level best_level(void)
+{
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
+        return AVX512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? AVX2 : BASELINE;
+}
+
+#else
+
+#define AT_EACH_LEVEL(name) {name##_baseline, name##_baseline, name##_baseline}
+
+enum level best_level(void) { return BASELINE; }
+
+#endif
+
+typedef void row_function(const struct job *, int64_t, int64_t, int64_t);
+
+static row_function *const STEP_ROW[][LEVELS] = {
+    [SINGLE] = AT_EACH_LEVEL(step_row_float),
+    [DOUBLE] = AT_EACH_LEVEL(step_row_double),
+};
+
+/* The row in which an element of the sequence lies: the last one that starts at or before it. */
+static int64_t row_at(const struct job *job, int64_t element)
+{
+    int64_t low = 0, high = job->count;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (job->starts[middle] <= element)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void step_range(const struct job *job, int64_t begin, int64_t end)
+{
+    for (int64_t row = row_at(job, begin); begin < end; row++) {
+        int64_t start = job->starts[row];
+        int64_t stop = job->starts[row + 1] < end ? job->starts[row + 1] : end;
+        STEP_ROW[job->state][job->level](job, row, begin - start, stop - start);
+        begin = stop;
+    }
+}
+
+/* Each worker has a share, the same at every step, so that memory stays near who touches it. Who
+   is done takes pieces from the others: processors are seldom equally free. */
+struct work {
+    struct job *job;
+    int64_t workers, length, total;
+    atomic_llong next[MOST_THREADS]; /* in each share, the first element that nobody has taken */
+};
+
+static void work_through(struct work *work, int64_t worker)
+{
+    for (int64_t i = 0; i < work->workers; i++) {
+        int64_t share = (worker + i) % work->workers;
+        int64_t end = (share + 1) * work->length;
+        end = end < work->total ? end : work->total;
+        int64_t at;
+        while ((at = atomic_fetch_add(&work->next[share], PIECE)) < end)
+            step_range(work->job, at, at + PIECE < end ? at + PIECE : end);
+    }
+}
+
+static void work_range(int64_t begin, int64_t end, void *work)
+{
+    for (int64_t worker = begin; worker < end; worker++)
+        work_through(work, worker);
+}
+
+struct helper {
+    pthread_t thread;
+    struct work *work;
+    int64_t worker;
+};
+
+static void *help(void *context)
+{
+    struct helper *helper = context;
+    work_through(helper->work, helper->worker);
+    return NULL;
+}
+
+/* Threads that live for this step only: after a fork, torch's have not come along. */
+static void work_in_own_threads(struct work *work)
+{
+    struct helper helpers[MOST_THREADS];
+    int64_t made = 0;
+    while (made + 1 < work->workers) {
+        helpers[made] = (struct helper){.work = work, .worker = made + 1};
+        if (pthread_create(&helpers[made].thread, NULL, help, &helpers[made]) != 0)
+            break; /* those there are take the shares of those there are not */
+        made++;
+    }
+    work_through(work, 0);
+    for (int64_t i = 0; i < made; i++)
+        pthread_join(helpers[i].thread, NULL);
+}
+
+void run_job(struct job *job, parallel_function *parallel, int threads)
+{
+    struct work work = {.job = job, .total = job->starts[job->count]};
+    int64_t useful = (work.total + GRAIN - 1) / GRAIN;
+    work.workers = threads < useful ? threads : useful;
+    work.workers = work.workers < MOST_THREADS ? work.workers : MOST_THREADS;
+    if (work.workers <= 1) {
+        step_range(job, 0, work.total);
+    } else {
+        work.length = (work.total + work.workers - 1) / work.workers;
+        for (int64_t share = 0; share < work.workers; share++)
+            atomic_init(&work.next[share], share * work.length);
+        if (parallel == NULL || parallel(0, work.workers, 1, work_range, &work) != 0)
+            work_in_own_threads(&work);
+    }
+    for (int64_t row = 0; row < job->count; row++)
+        *job->rows[row].step += 1;
+}
+
+void cube_roots(const void *from, void *to, int64_t count, enum kind kind, enum level level)
+{
+    static void (*const single[])(const float *, float *, int64_t) = AT_EACH_LEVEL(roots_float);
+    static void (*const wide[])(const double *, double *, int64_t) = AT_EACH_LEVEL(roots_double);
+    if (kind == SINGLE)
+        single[level](from, to, count);
+    else
+        wide[level](from, to, count);
+}

@@ -1,0 +1,49 @@
+/* One fused step over every tensor of a group, on the CPU. Plain C: no Python, no torch. */
+#ifndef CUBEGRAD_CPU_H
+#define CUBEGRAD_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum kind { HALF, BFLOAT16, SINGLE, DOUBLE };
+enum method { MADGRAD, MIRROR_MADGRAD };
+enum level { BASELINE, AVX2, AVX512, LEVELS };
+
+/* A tensor: where it and its state lie, and how many elements it has.
+   MADGRAD: a is s, b is nu, c is x_0 or NULL. MirrorMADGRAD: a is nu, b is z, c is NULL. */
+struct row {
+    void *param, *a, *b, *c;
+    float *step;
+    int64_t size;
+};
+
+/* The numbers of one step, the same for every tensor. */
+struct numbers {
+    double lr, momentum, shrink, eps, weight_decay, sign;
+};
+
+struct job {
+    const struct row *rows;
+    const int64_t *starts; /* of each row in the sequence of all elements, and the end of the last */
+    const void *const *grads;
+    int64_t count;
+    struct numbers numbers;
+    enum method method;
+    enum kind param, grad, state;
+    enum level level;
+};
+
+typedef void range_function(int64_t begin, int64_t end, void *job);
+/* torch's own parallel loop, as its stable C interface has it. */
+typedef int32_t parallel_function(int64_t, int64_t, int64_t, range_function *, void *);
+
+/* The best this machine runs. */
+enum level best_level(void);
+
+/* Update everything and count the step. `parallel` may be NULL; then `threads` are made here. */
+void run_job(struct job *job, parallel_function *parallel, int threads);
+
+/* Cube roots of `count` numbers of the kind SINGLE or DOUBLE, as a step takes them. */
+void cube_roots(const void *from, void *to, int64_t count, enum kind kind, enum level level);
+
+#endif
