@@ -92,5 +92,7 @@ def step_rows(
         if grad.is_sparse and rows_suffice(h, momentum, param, held):
             step(dense_step, method, h, param, grad, count, held)
         else:
-            rest.append((param, grad.to_dense(), count, *held))
+            # Coalesced first: a GPU adds half-precision duplicates otherwise in another order.
+            dense = grad.coalesce().to_dense() if grad.is_sparse else grad
+            rest.append((param, dense, count, *held))
     return [list(column) for column in zip(*rest, strict=True)] or [[] for _ in columns]

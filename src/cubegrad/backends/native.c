@@ -78,6 +78,10 @@ struct facts {
 /* 1, 0 for a tensor that this way of looking does not suit, -1 with an exception. */
 static int read_facts(PyObject *tensor, struct facts *facts)
 {
+    if (!PyType_IsSubtype(Py_TYPE(tensor), (PyTypeObject *)tensor_class)) {
+        PyErr_SetString(PyExc_TypeError, "parameters must be tensors");
+        return -1;
+    }
     void *implementation = implementation_of(tensor);
     if (implementation == NULL)
         return PyErr_Occurred() ? -1 : 0;
