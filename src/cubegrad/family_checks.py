@@ -56,6 +56,11 @@ def loaded_groups(
     groups: list[Group], state_dict: dict[str, Any], choices: dict[str, tuple[str, ...]]
 ) -> list[Group]:
     """Copies of the saved groups, which must be of the same sizes and methods."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"the state dict has {sorted(map(str, state_dict))}; it must have 'state' and "
+            "'param_groups': load what state_dict() returned, whole"
+        )
     saved = state_dict["param_groups"]
     sizes, found = ([len(group["params"]) for group in side] for side in (groups, saved))
     if sizes != found:

@@ -9,7 +9,6 @@ lists the slips.
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 
@@ -17,14 +16,14 @@ def convergence_bound(k: int, distance: float, grad_bound: float, dimension: int
     """E[f(x_k) - f(x_*)] ≤ 6 ‖x_0-x_*‖ G √D / √k, the convergence theorem, with `optimal_lr`."""
     _check_step(k, 1)
     _check(distance=distance, grad_bound=grad_bound, dimension=dimension)
-    return 6 * distance * grad_bound * dimension**0.5 / k**0.5
+    return 6 * distance * grad_bound * math.sqrt(dimension / k)
 
 
 def optimal_lr(k: int, distance: float, grad_bound: float, dimension: int) -> float:
     """γ = ‖x_0-x_*‖^{3/2} / (k^{3/4} D^{3/4} G^{1/2}), the theorem's step size for k steps."""
     _check_step(k, 1)
     _check(distance=distance, grad_bound=grad_bound, dimension=dimension)
-    return distance**1.5 / (k**0.75 * dimension**0.75 * grad_bound**0.5)
+    return math.pow(distance, 1.5) / (math.pow(k * dimension, 0.75) * math.sqrt(grad_bound))
 
 
 def anytime_bound(k: int, lr: float, distance: float, grad_bound: float, dimension: int) -> float:
@@ -34,7 +33,7 @@ def anytime_bound(k: int, lr: float, distance: float, grad_bound: float, dimensi
     """
     _check_step(k, 0)
     _check(lr=lr, distance=distance, grad_bound=grad_bound, dimension=dimension)
-    scaled = lr ** (2 / 3) * grad_bound ** (1 / 3)  # γ^{2/3} G^{1/3}
+    scaled = math.cbrt(lr * lr * grad_bound)  # γ^{2/3} G^{1/3}
     return 3 * grad_bound * (scaled * dimension + distance**2 / (scaled * (k + 1)))
 
 
@@ -49,7 +48,7 @@ def adaptive_bound(
     is x_0 - x_*. Coordinates lie along the last dimension; the mean over runs is yours to take.
     """
     noise, start = _adaptive_terms(k, lr, offset, grad_sq_sum, grad_bound)
-    return 3 / (lr * (k + 1) ** 1.5) * (noise + start)
+    return (noise + start) * (3 / (lr * math.pow(k + 1, 1.5)))
 
 
 def sharp_adaptive_bound(
@@ -60,7 +59,7 @@ def sharp_adaptive_bound(
     (3/2)/(γ (k+3/2) √(k+1)) ∑_d [ 3/4 λ_k ν_d^{2/3} + 1/2 (x_0-x_*)_d² (λ_{k+1} G² + ν_d)^{1/3} ]
     """
     noise, start = _adaptive_terms(k, lr, offset, grad_sq_sum, grad_bound)
-    return 1.5 / (lr * (k + 1.5) * (k + 1) ** 0.5) * (0.75 * noise + 0.5 * start)
+    return (0.75 * noise + 0.5 * start) * (1.5 / (lr * (k + 1.5) * math.sqrt(k + 1)))
 
 
 def _adaptive_terms(
@@ -68,7 +67,7 @@ def _adaptive_terms(
 ) -> tuple[Tensor, Tensor]:
     _check_step(k, 0)
     _check(lr=lr)
-    weight, next_weight = (lr * (i + 1) ** 0.5 for i in (k, k + 1))  # λ_k, λ_{k+1}
+    weight, next_weight = (lr * math.sqrt(i + 1) for i in (k, k + 1))  # λ_k, λ_{k+1}
     denominator = (next_weight * grad_bound**2 + grad_sq_sum) ** (1 / 3)  # a_{k+1}
     noise = (weight * grad_sq_sum ** (2 / 3)).sum(-1)
     return noise, (offset**2 * denominator).sum(-1)
@@ -80,13 +79,13 @@ def time_varying_bound(distance: float, dimension: int, grad_bounds: Sequence[fl
     With `time_varying_lr`. Its proof needs a_k to grow, so √(i+1) G_i² must not fall.
     """
     k, total = _weighted_total(distance, dimension, grad_bounds)
-    return 6 * distance * (dimension * total) ** 0.5 / (k + 1) ** 1.25
+    return 6 * distance * math.sqrt(dimension * total) / math.pow(k + 1, 1.25)
 
 
 def time_varying_lr(distance: float, dimension: int, grad_bounds: Sequence[float]) -> float:
     """γ^{4/3} = ‖x_0-x_*‖² / (√(k+1) D (∑_{i=0}^{k+1} √(i+1) G_i²)^{1/3})."""
     k, total = _weighted_total(distance, dimension, grad_bounds)
-    return float(distance**2 / ((k + 1) ** 0.5 * dimension * total ** (1 / 3))) ** 0.75
+    return math.pow(distance**2 / (math.sqrt(k + 1) * dimension * math.cbrt(total)), 0.75)
 
 
 def _weighted_total(
@@ -94,7 +93,7 @@ def _weighted_total(
 ) -> tuple[int, float]:
     _check(distance=distance, dimension=dimension)
     _check_bounds(grad_bounds)
-    total = sum((i + 1) ** 0.5 * bound**2 for i, bound in enumerate(grad_bounds))
+    total = sum(math.sqrt(i + 1) * bound**2 for i, bound in enumerate(grad_bounds))
     return len(grad_bounds) - 2, total
 
 
@@ -106,7 +105,7 @@ def adagrad_bound(distance: float, dimension: int, grad_bounds: Sequence[float])
     _check(distance=distance, dimension=dimension)
     _check_bounds(grad_bounds)
     total = sum(bound**2 for bound in grad_bounds)
-    return float(6 * distance * (dimension * total) ** 0.5 / (len(grad_bounds) - 1))
+    return 6 * distance * math.sqrt(dimension * total) / (len(grad_bounds) - 1)
 
 
 def adagrad_lr(distance: float, dimension: int) -> float:
@@ -133,18 +132,17 @@ def amsgrad_bound(
     """
     _check_step(k, 1)
     _check(alpha=alpha, diameter=diameter, grad_bound=grad_bound)
-    ratio = beta1 / beta2**0.5  # the paper's γ
-    for name, value in {"beta1": beta1, "beta2": beta2, "decay": decay, "ratio": ratio}.items():
+    for name, value in {"beta1": beta1, "beta2": beta2, "decay": decay}.items():
         if not 0 <= value < 1:
-            raise ValueError(
-                f"{name}={value} must be in [0, 1), ratio being beta1/√beta2; use beta1=0.9, "
-                "beta2=0.999 and a decay below 1"
-            )
+            raise ValueError(f"{name}={value} must be in [0, 1); use 0.9, 0.999 and 0.99")
+    if not beta1**2 < beta2:
+        raise ValueError(f"beta1²={beta1**2} must be < beta2={beta2}; use 0.9 and 0.999")
+    ratio = beta1 / math.sqrt(beta2)  # the paper's γ
     size = diameter**2  # R
     first = beta1 * size * grad_bound / ((1 - beta1) ** 2 * (1 - decay) ** 2)
-    second = size * k**0.5 / (alpha * (1 - beta1)) * v_max.sqrt().sum()
-    third = alpha * (1 + math.log(k)) ** 0.5 * grad_sq_sum.sqrt().sum()
-    third = third / ((1 - beta1) ** 2 * (1 - ratio) * (1 - beta2) ** 0.5)
+    second = size * math.sqrt(k) / (alpha * (1 - beta1)) * v_max.sqrt().sum()
+    third = alpha * math.sqrt(1 + math.log(k)) * grad_sq_sum.sqrt().sum()
+    third = third / ((1 - beta1) ** 2 * (1 - ratio) * math.sqrt(1 - beta2))
     return float(first + second + third)
 
 
@@ -170,13 +168,13 @@ def support_function(grad_sum: Tensor, denominator: Tensor) -> Tensor:
 def pull(k: int) -> float:
     """√(k+1) - √k: plain dual averaging is SGD on g_k + pull(k) (x_k - x_0), step 1/√(k+1)."""
     _check_step(k, 0)
-    return float((k + 1) ** 0.5 - k**0.5)
+    return math.sqrt(k + 1) - math.sqrt(k)
 
 
 def effective_regulariser(k: int, x: Tensor, x0: Tensor) -> Tensor:
     """‖x-x_0‖² / (4√k), whose gradient is the pull to x_0, since pull(k) ≈ 1/(2√k)."""
     _check_step(k, 1)
-    return torch.linalg.vector_norm(x - x0) ** 2 / (4 * k**0.5)
+    return (x - x0).square().sum() / (4 * math.sqrt(k))
 
 
 REMEDY = {
