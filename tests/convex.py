@@ -116,10 +116,10 @@ class Step:
 
     k: int
     x: Tensor
-    grad_sq_sum: Tensor  # ν_{k+1}
     index: Tensor  # ξ_k
-    s: Tensor  # s_k
-    s_next: Tensor
+    grad: Tensor  # g_k
+    grad_sum: Tensor  # s_{k+1}
+    grad_sq_sum: Tensor  # ν_{k+1}
 
 
 def run(
@@ -133,9 +133,9 @@ def run(
     optimizer = family.TheoreticalMADGRAD([param], lr=lr, grad_bound=grad_bound)
     for k in range(steps):
         x = param.detach().clone()
-        s = optimizer.state[param]["grad_sum"].clone() if k else torch.zeros_like(x)
         index = problem.draw(runs, generator)
         param.grad = problem.gradient(x, index)
         optimizer.step()
         state = optimizer.state[param]
-        yield Step(k, x, state["grad_sq_sum"].clone(), index, s, state["grad_sum"].clone())
+        sums = [state[name].clone() for name in ("grad_sum", "grad_sq_sum")]
+        yield Step(k, x, index, param.grad, *sums)
