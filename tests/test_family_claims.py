@@ -1,6 +1,7 @@
 """What the paper says of each step of its derivation, measured."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,6 +47,14 @@ def test_the_effective_step_size(method):
     shares, _ = under_unit_gradients(method, 2001)
     slope = math.log(shares[2000] / shares[500]) / math.log(2001 / 501)
     assert slope == pytest.approx(METHODS[method], abs=2e-3)
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5, 1.0, 2.0])
+def test_the_cube_root_levels_the_power_one_half_alone(power):
+    """∑ (i+1)^p has degree p+1, so the share goes as k^{p-(p+1)/3}; larger p grow."""
+    shares, _ = under_unit_gradients(partial(family.MADGRAD, power=power), 2001)
+    slope = math.log(shares[2000] / shares[500]) / math.log(2001 / 501)
+    assert slope == pytest.approx((2 * power - 1) / 3, abs=2e-3)
 
 
 @each_method
