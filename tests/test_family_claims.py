@@ -115,18 +115,33 @@ def final_loss(method, lr, centre, seed):
         return cross_entropy(net(points), labels).item()
 
 
-@pytest.mark.parametrize(("method", "lr"), [(family.MADGRAD, 1e-3), (family.AdaGradDA, 1e-2)])
-def test_centred_at_the_origin_a_network_does_not_train(method, lr):
-    """At a rate that fits from x_0, four hidden layers are drawn to 0, a saddle, at the first step.
+ORIGIN = [
+    (family.MADGRAD, 1e-3, False),
+    (family.AdaGradDA, 1e-2, False),
+    (family.MADGRAD, 0.1, True),
+]
 
-    The paper reports degraded results and a risk of divergence. Here nothing overflows: MADGRAD
-    ends at chance, ln 2, with every seed, AdaGrad-DA there or little below.
+
+@pytest.mark.parametrize(("method", "lr", "trains"), ORIGIN)
+def test_centred_at_the_origin_a_network_trains_badly(method, lr, trains):
+    """At rates that fit from x_0, four hidden layers are drawn to 0, a saddle, at the first step.
+
+    The paper reports degraded results and a high risk of divergence. Here nothing overflows:
+    MADGRAD ends at chance, ln 2, with every seed, AdaGrad-DA with most. A rate a hundred
+    times as large takes MADGRAD out of the saddle again.
     """
-    for seed in range(3):
-        stuck = final_loss(method, lr, "origin", seed)
-        assert final_loss(method, lr, "x0", seed) < 0.15 < 0.2 < stuck
-        if method is family.MADGRAD:
-            assert stuck == pytest.approx(math.log(2), abs=1e-3)
+    losses = {
+        centre: np.array([final_loss(method, lr, centre, seed) for seed in range(5)])
+        for centre in ("x0", "origin")
+    }
+    assert np.median(losses["x0"]) < 0.05
+    if trains:
+        assert np.median(losses["origin"]) < 0.05
+    else:
+        assert np.median(losses["origin"]) > 0.4
+        assert losses["x0"].max() < 0.2
+    if (method, lr) == (family.MADGRAD, 1e-3):
+        np.testing.assert_allclose(losses["origin"], math.log(2), atol=1e-3)
 
 
 def on_the_interval(make, large, small, period, steps, decaying):
