@@ -3,16 +3,28 @@
 f(x) = (1/n) ∑_i loss(a_i·x, b_i) + μ ‖x‖₁, and ξ is a row i drawn uniformly.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hypothesis import HealthCheck, settings
 from scipy import optimize
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from cubegrad import family
+
+MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` looks ten times as long
+
+
+def examples(count: int) -> settings:
+    slow = [HealthCheck.too_slow]
+    return settings(
+        max_examples=count * MANY, deadline=None, derandomize=True, suppress_health_check=slow
+    )
+
 
 LOSSES = {
     "l1": lambda score, b: (score - b).abs(),

@@ -159,7 +159,7 @@ def test_the_denominators_solve_their_constrained_problems(minimiser, power):
 
 
 def test_the_effective_regulariser_is_the_pull_of_dual_averaging():
-    """1/(4√k) ‖x-x_0‖², within 1/(4√(k+1)) of which lies half the exact pull √(k+1) - √k."""
+    """The exact pull √(k+1) - √k lies between 1/(2√(k+1)) and 1/(2√k), which the gradient has."""
     x0, x = (
         torch.tensor([1.0, -2.0]).double(),
         torch.tensor([4.0, 2.0], requires_grad=True).double(),

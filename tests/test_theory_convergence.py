@@ -4,7 +4,6 @@ Expectations are means over seeds, so a run's rows are its seeds.
 """
 
 import lzma
-import os
 from pathlib import Path
 
 import convex
@@ -12,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from cases import randn
-from convex import Problem
-from hypothesis import assume, given, settings
+from convex import Problem, examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cubegrad import family, theory
 
-MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))
 A9A = Path(__file__).parents[2] / "shared" / "data" / "a9a.xz"
 RUNS = 16
 
@@ -39,7 +37,7 @@ def l1_plane() -> Problem:
 
 
 def signs() -> Problem:
-    """|x - 1| and |x + 1| in turn have a gradient of ±G wherever x is."""
+    """|x - 3| three times in four, else |x + 1|: the gradient is ±G wherever x is."""
     return Problem("l1", torch.ones(4, 1).double(), torch.tensor([3.0, 3.0, 3.0, -1.0]).double())
 
 
@@ -191,7 +189,7 @@ def instances(draw):
 
 
 @given(instances(), st.sampled_from([0.1, 1, 10]))
-@settings(max_examples=30 * MANY, deadline=None, derandomize=True)
+@examples(30)
 def test_random_instances_stay_under_every_bound(instance, lr_factor):
     problem, x0 = instance
     best, _ = convex.minimise(problem)
@@ -215,4 +213,4 @@ def test_logistic_regression_on_a9a():
     x0 = torch.zeros(123).double()
     nearest, gap = check_every_step(problem, x0, 1, 150, runs=8)
     assert nearest < 1
-    assert gap < 0.8 * (problem.value(x0).item() - 0.347)  # f(x_*) is 0.347
+    assert gap < 0.5 * (problem.value(x0).item() - 0.347)  # f(x_*) is 0.347

@@ -1,21 +1,18 @@
 """Each lemma of the paper's appendix over random sequences, and where its text slips."""
 
-import os
-
 import convex
 import numpy as np
 import pytest
 import torch
 from cases import numbers, randn
-from hypothesis import assume, given, settings
+from convex import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from cubegrad import family, theory
 
-MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))
-cheap = settings(max_examples=150 * MANY, deadline=None, derandomize=True)
-dear = settings(max_examples=25 * MANY, deadline=None, derandomize=True)
+cheap, dear = examples(150), examples(25)
 ROUNDING = 1e-12
 
 positive = st.floats(1e-3, 1e3)
@@ -67,7 +64,7 @@ def test_error_sum_needs_the_bound_on_the_gradient():
 
 
 @given(k=st.integers(0, 10**6), r=st.floats(0, 1), j=st.one_of(st.integers(0, 9), st.floats(0, 9)))
-@settings(max_examples=1000 * MANY, deadline=None, derandomize=True)
+@examples(1000)
 def test_iterate_weighting(k, r, j):
     """(1-c_k)/c_k (k+j)^r ≤ 1/c_{k-1} (k+j-1)^r, at both ends r = 0 and 1 too, for k + j ≥ 1."""
     assume(k + j >= 1)
@@ -85,6 +82,8 @@ def test_iterate_weighting_needs_k_plus_j_to_be_1():
     step = (k + j + r - 1) / (r + 1)
     assert step == pytest.approx(1 / ((r + 1) / (k - 1 + j + r)))
     assert step != pytest.approx(1 / ((r + 1) / (k + j + r)))
+    m, r = k + j, 2  # and beyond r = 1 it is false: m^r is convex
+    assert (m - 1) * m**r > (m - 1 + r) * (m - 1) ** r
 
 
 @pytest.mark.parametrize("averaging", ["constant", "uniform", "theory", "polynomial"])

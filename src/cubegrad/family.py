@@ -76,7 +76,7 @@ CHOICES = {
 
 
 class Choices(TypedDict, total=False):
-    """What every method takes beside `params` and `lr`; a name of its own class fixes some."""
+    """What every method takes beside `params` and `lr`; the named ones change the defaults."""
 
     weights: Literal["one", "lr", "power"]
     power: float  # p of γ_k (k+1)^p
@@ -150,6 +150,7 @@ class DualAveraging(Optimizer):
                 loss = closure()
         for group in self.param_groups:  # all that can be refused, before anything changes
             options.check_family(group, CHOICES)
+            family_checks.check_params(group)
             family_checks.refuse_sparse(group)
         with torch.no_grad():
             for group in self.param_groups:
@@ -287,7 +288,7 @@ def _inverse(d: Tensor) -> Tensor:
 def _fresh_state(group: Group, param: Tensor) -> dict[str, Tensor]:
     start = param.to(state_dtype(param), copy=True)
     return {
-        "step": torch.zeros(()),
+        "step": torch.zeros((), dtype=torch.float32),
         "weight_sum": torch.zeros((), dtype=torch.float64),
         "grad_sum": torch.zeros_like(start),
         "grad_sq_sum": torch.zeros_like(start),
