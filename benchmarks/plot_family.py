@@ -76,6 +76,8 @@ def regression() -> Regression:
     cost = np.concatenate([np.zeros(DIMENSION), np.full(ROWS, 1 / ROWS)])
     free = [(None, None)] * DIMENSION + [(0, None)] * ROWS
     found = linprog(cost, A_ub=table, b_ub=np.concatenate([b, -b]), bounds=free)
+    if found.status:
+        raise RuntimeError(f"scipy found no minimiser: {found.message}")
     return Regression(a, b, torch.from_numpy(found.x[:DIMENSION]), found.fun)
 
 
