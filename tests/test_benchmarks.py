@@ -61,3 +61,16 @@ def test_the_shapes_are_the_published_models(monkeypatch):
 
     assert count("resnet50") == [(161, 25_557_032)]
     assert count("gpt2-large") == [(436, 774_030_080)]
+
+
+def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
+    figure = tmp_path / "family.png"
+    script = [sys.executable, "-X", "utf8", "-W", "error", str(BENCHMARKS / "plot_family.py")]
+    command = [*script, "--quick", "--out", str(figure)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert figure.stat().st_size > 50_000
+    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()[1:]}
+    assert {"DA", "AdaGradDA", "MADGRAD", "MADGRAD, p = 2", "InlineAveragedSGD"} <= rows.keys()
+    for row in rows.values():
+        assert float(row[-3]) > 0  # no method is below the minimum
