@@ -26,7 +26,7 @@ import torch
 from step_report import Report, Row, machine, markdown, save
 from torch import Tensor
 from torch.optim import Optimizer
-from workloads import GPU_ONLY, NAMES, Case, Contender, cases
+from workloads import ADAM_FUSED, GPU_ONLY, NAMES, Case, Contender, cases
 
 WARM_UP = 3
 REPEATS = 20
@@ -174,24 +174,19 @@ def check_it_steps(step: Callable[[], Any], params: list[Tensor]) -> None:
         raise RuntimeError("the step left most parameters where they were")
 
 
-def repeated(step: Callable[[], Any], feed: Callable[[int], None], rig: Rig) -> list[float]:
-    """Seconds of each step: all that the budget holds, and 20 if twice the budget holds them."""
-    times: list[float] = []
-    start = time.perf_counter()
-    spent = 0.0
-    while len(times) < 3 or spent < rig.budget * (2 if len(times) < REPEATS else 1):
-        feed(len(times))
-        rig.sweep.sum()
-        times.append(timed(step, rig.device))
-        spent = time.perf_counter() - start
-    return times
+@dataclass
+class Ready:
+    """An optimizer over its own parameters that has taken its first steps."""
+
+    opt: Optimizer
+    params: list[Tensor]
+    step: Callable[[], Any]
+    feed: Callable[[int], None]
+    first_step_s: float
+    peak_extra_mb: float | None
 
 
-def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
-    """The measured fields of a Row."""
-    device = rig.device
-    if contender.graph and device.type != "cuda":
-        raise RuntimeError("a CUDA graph needs a GPU")
+def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
     torch.manual_seed(0)
     params = [p.requires_grad_() for p in random_tensors(case, device, 2e-2)]
     opt = contender.build(params)
@@ -208,15 +203,42 @@ def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
     for number in range(WARM_UP - 1):
         feed(number)
         step()
-    times = repeated(step, feed, rig)
+    return Ready(opt, params, step, feed, first_step, extra)
+
+
+def repeated(contestants: list[Ready], rig: Rig) -> list[list[float]]:
+    """Seconds of each one's steps, in turns: all that the budget holds, and 20 if twice does."""
+    times: list[list[float]] = [[] for _ in contestants]
+    start = time.perf_counter()
+    spent = 0.0
+    while len(times[0]) < 3 or spent < rig.budget * (2 if len(times[0]) < REPEATS else 1):
+        for contestant, own in zip(contestants, times, strict=True):
+            contestant.feed(len(own))
+            rig.sweep.sum()
+            own.append(timed(contestant.step, rig.device))
+        spent = time.perf_counter() - start
+    return times
+
+
+def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
+    """The measured fields of a Row. On a CPU, which others use too, Adam takes turns with it."""
+    if contender.graph and rig.device.type != "cuda":
+        raise RuntimeError("a CUDA graph needs a GPU")
+    contestants = [ready(case, contender, rig.device)]
+    if rig.device.type == "cpu" and contender.name != ADAM_FUSED:
+        adam = next(c for c in case.contenders if c.name == ADAM_FUSED)
+        contestants.append(ready(case, adam, rig.device))
+    times, *beside = repeated(contestants, rig)
     low, middle, high = (1e3 * t for t in quantiles(times, n=4, method="inclusive"))
+    own = contestants[0]
     return {
         "median_ms": middle,
         "quartiles_ms": (low, high),
         "repeats": len(times),
-        "first_step_s": first_step,
-        "bytes_per_parameter": bytes_per_parameter(opt, params),
-        "peak_extra_mb": extra,
+        "first_step_s": own.first_step_s,
+        "bytes_per_parameter": bytes_per_parameter(own.opt, own.params),
+        "peak_extra_mb": own.peak_extra_mb,
+        "adam_beside_ms": 1e3 * median(beside[0]) if beside else None,
     }
 
 

@@ -219,7 +219,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
         NAME(at) *a = (NAME(at) *)row->a + at;
         NAME(at) *b = (NAME(at) *)row->b + at;
         NAME(at) *c = row->c ? (NAME(at) *)row->c + at : NULL;
-        if (at + AHEAD + CHUNK <= end) {
+        if (at + AHEAD + CHUNK <= row->size) {
             prefetch(param + AHEAD * WIDTH[job->param], CHUNK * WIDTH[job->param]);
             prefetch(grad + AHEAD * WIDTH[job->grad], CHUNK * WIDTH[job->grad]);
             prefetch(a + AHEAD, CHUNK * sizeof(REAL));
