@@ -1,5 +1,7 @@
 """The JAX twin follows the float64 oracle, and agrees with the PyTorch reference."""
 
+from functools import cache
+
 import cases
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ import torch
 from cases import METHODS, OPTIONS
 
 jax = pytest.importorskip("jax")
-pytest.importorskip("optax")
+optax = pytest.importorskip("optax")
 import jax_cases  # noqa: E402
+from jax import lax  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 
 EAGER = cases.Backend("eager", {"foreach": False})
@@ -25,16 +28,30 @@ each_option = pytest.mark.parametrize("options", OPTIONS)
 each_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
-def gradients(dtype, shapes):
+@cache
+def gradients(rows):
     """For each step and parameter a gradient, of three sizes; one coordinate never has any."""
+    steps = []
     for k in range(STEPS):
         grads = [
-            cases.randn(shape, torch.float64, 1000 * k + i).mul_(10.0 ** (i - 1))
-            for i, shape in enumerate(shapes)
+            cases.randn((n, 3), torch.float64, 1000 * k + i).mul_(10.0 ** (i - 1))
+            for i, n in enumerate(rows)
         ]
         for grad in grads:
             grad[0, 0] = 0
-        yield [grad.to(dtype) for grad in grads]
+        steps.append(grads)
+    return steps
+
+
+def scanned(tx, params, grads):
+    """All steps in one program; each leaf of `grads` has the steps as its first dimension."""
+
+    def body(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.jit(lambda *carry: lax.scan(body, carry, grads)[0])(params, tx.init(params))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
@@ -46,18 +63,18 @@ def test_200_steps_agree_with_pytorch_and_the_oracle(method, options, dtype, tol
     twins = [torch.nn.Parameter(start.clone()) for start in starts]
     judges = [method.oracle(cases.numbers(start)) for start in starts]
     optimizer = cases.build(method, EAGER, twins, chosen)
+    steps = [[g.to(of_torch) for g in step] for step in gradients((1, 4, 9))]
+    for k, grads in enumerate(steps):
+        lr = cases.lr_at(k, chosen.get("lr", 1e-2))
+        optimizer.param_groups[0]["lr"] = lr
+        for twin, judge, grad in zip(twins, judges, grads, strict=True):
+            twin.grad = grad
+            judge.step(cases.numbers(grad), cases.settings(chosen, lr))
+        optimizer.step()
     with jax.enable_x64(dtype == "float64"):
         tx = jax_cases.scheduled(method, chosen, STEPS)
-        params = [jax_cases.array(start) for start in starts]
-        state, step = tx.init(params), jax_cases.stepper(tx)
-        for k, grads in enumerate(gradients(of_torch, [start.shape for start in starts])):
-            lr = cases.lr_at(k, chosen.get("lr", 1e-2))
-            optimizer.param_groups[0]["lr"] = lr
-            for twin, judge, grad in zip(twins, judges, grads, strict=True):
-                twin.grad = grad
-                judge.step(cases.numbers(grad), cases.settings(chosen, lr))
-            optimizer.step()
-            params, state = step(params, state, [jax_cases.array(grad) for grad in grads])
+        stacked = [jax_cases.array(torch.stack(column)) for column in zip(*steps, strict=True)]
+        params, state = scanned(tx, [jax_cases.array(start) for start in starts], stacked)
     assert state.count == STEPS
     for start, param, twin, judge in zip(starts, params, twins, judges, strict=True):
         assert param.dtype == dtype

@@ -155,8 +155,9 @@ def test_vmap_over_seeds_and_learning_rates(method):
     seeds, rates = jnp.arange(2), jnp.array([0.01, 0.1, 0.3])
     grid = jax.jit(jax.vmap(jax.vmap(final, (None, 0)), (0, None)))(seeds, rates)
     assert grid.shape == (2, 3, 3)
+    alone = jax.jit(final)
     for i, j in ((0, 0), (1, 2)):
-        np.testing.assert_allclose(grid[i, j], final(seeds[i], rates[j]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(grid[i, j], alone(seeds[i], rates[j]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -167,6 +168,7 @@ def test_derivatives_through_steps_are_those_of_finite_differences(method, momen
         options = {"momentum": momentum, "eps": 1e-2, "weight_decay": 0.1}
         goal = jnp.array([1.0, 2.0, 3.0])
 
+        @jax.jit
         def outcome(lr, begin, grad_scale):
             tx = build(method, options | {"lr": lr})
             params, state = begin, tx.init(begin)
