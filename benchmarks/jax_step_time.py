@@ -243,7 +243,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     models = ["resnet50"] if on_cpu else list(MODELS)
     add("--model", nargs="*", choices=MODELS, default=models, help="shapes to time (%(default)s)")
     add("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    add("--optimizers", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    there = [name for name in CONTENDERS if name != PEER or hasattr(optax.contrib, "madgrad")]
+    add("--optimizers", nargs="+", choices=there, default=there, help="all by default")
     add("--budget", type=float, default=2.0, help="seconds a row (%(default)s)")
     add("--sweep", type=int, default=2**27, help="numbers read between steps (%(default)s)")
     add("--json", type=Path, help="file to write after every case")

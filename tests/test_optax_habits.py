@@ -217,6 +217,14 @@ def test_the_state_keeps_its_types_through_scan_and_placeholders():
     assert jax.tree.leaves(marked).count("other") == 1
 
 
+@each_method
+def test_a_tree_without_parameters_only_counts(method):
+    tx = build(method, {})
+    updates, state = tx.update({}, tx.init({}), {})
+    assert updates == {}
+    assert state.count == 1
+
+
 SHARDED = Path(__file__).with_name("jax_sharding.py")
 
 

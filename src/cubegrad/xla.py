@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# By the bytes of a number: integers of its size, what a third of its bits lacks to be those of its
-# cube root (within 6 %), and the Newton steps from there to the last bit.
+# By the bytes of a number: integers of its size, what a third of its bits lacks to be nearly the
+# bits of its cube root, and the Newton steps from there to the last bit.
 ROOTS = {4: (jnp.int32, 709_958_130, 3), 8: (jnp.int64, 715_094_163 << 32, 4)}
 
 
 def newton_cbrt(x: Array) -> Array:
     """∛x for x >= 0 in operations that XLA vectorises on a CPU; 0 below the normal numbers.
 
-    There `jnp.cbrt` calls a function for every number: a step of 4M parameters took 45 ms with it
-    and 4.6 ms with this one, whose error is also less (0.73 against 0.93 units in the last place).
-    XLA's arithmetic on a CPU takes subnormal numbers for 0.
+    There `jnp.cbrt` calls a function for every number: a step of 16.8M parameters takes 210 ms in
+    optax.contrib.madgrad, which uses it, and 26 ms in ours (docs/jax.md). XLA's arithmetic on a
+    CPU takes subnormal numbers for 0.
     """
     integer, third, steps = ROOTS[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, integer)
