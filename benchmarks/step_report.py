@@ -1,14 +1,13 @@
 """What was measured, what it means beside the floor, and how it is written down."""
 
-import json
 import platform
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
+from facts import processor, version, write
 from workloads import ADAM_FUSED
 
 import cubegrad
@@ -62,23 +61,7 @@ def compare(report: Report) -> None:
 def save(report: Report, path: Path | None) -> None:
     compare(report)
     if path is not None:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(asdict(report), indent=1) + "\n")
-        partial.replace(path)  # a killed run leaves the last whole file
-
-
-def processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+        write(asdict(report), path)
 
 
 def machine(device: torch.device) -> dict[str, str]:

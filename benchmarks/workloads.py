@@ -1,16 +1,14 @@
 """What is timed: the shapes of the parameters, and the optimizers that step them."""
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from shapes import Shape, gpt2, resnet50
 from torch import Tensor
 from torch.optim import Optimizer
-
-Shape = tuple[int, ...]
 
 ADAM_FUSED = "torch Adam fused"
 MADGRAD_DEFAULT = "cubegrad MADGRAD"
@@ -113,34 +111,3 @@ def _counted(case: Case, published: int, small: bool) -> Case:
     if not small and case.parameters != published:
         raise ValueError(f"{case.name} has {case.parameters} parameters, not {published}")
     return case
-
-
-def gpt2(layers: int, width: int, vocabulary: int, positions: int) -> list[Shape]:
-    """GPT-2 with its head tied to the token embedding, in the order of its modules."""
-    norm = [(width,), (width,)]
-    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    block = [*norm, *attention, *norm, *mlp]
-    return [(vocabulary, width), (positions, width), *block * layers, *norm]
-
-
-def resnet50(width: int, classes: int) -> list[Shape]:
-    """ResNet-50: bottlenecks of 3, 4, 6 and 3 in stages that double the width."""
-    shapes = [*_conv_and_norm(3, width, 7)]
-    channels = width
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        inner = width * 2**stage
-        for block in range(blocks):
-            shapes += _conv_and_norm(channels, inner, 1)
-            shapes += _conv_and_norm(inner, inner, 3)
-            shapes += _conv_and_norm(inner, 4 * inner, 1)
-            if block == 0:  # the shortcut has to change its number of channels too
-                shapes += _conv_and_norm(channels, 4 * inner, 1)
-            channels = 4 * inner
-    return [*shapes, (classes, channels), (classes,)]
-
-
-def _conv_and_norm(channels: int, filters: int, size: int) -> Iterator[Shape]:
-    yield filters, channels, size, size
-    yield (filters,)
-    yield (filters,)

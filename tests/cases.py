@@ -91,6 +91,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def lr_at(k: int, base: float) -> float:
+    """A schedule with a warm-up from 0, a plateau and a drop."""
+    return base * min(1.0, k / 3) * (0.1 if 10 < k < 15 or k > 100 else 1.0)
+
+
 def settings(options: dict[str, Any], lr: float | None = None) -> oracle.Settings:
     base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
     first = base["lr"]

@@ -15,11 +15,6 @@ PAIRS = [
 ]
 
 
-def lr_at(k, base):
-    """A schedule with a warm-up from 0, a plateau and a drop."""
-    return base * min(1.0, k / 3) * (0.1 if 10 < k < 15 or k > 100 else 1.0)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -32,7 +27,7 @@ def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
     params = [cases.parameter(p, backend.device) for p in params]
     optimizer = cases.build(method, backend, params, chosen)
     for k in range(20 if backend.interpreted else 200):
-        lr = lr_at(k, chosen.get("lr", 1e-2))
+        lr = cases.lr_at(k, chosen.get("lr", 1e-2))
         optimizer.param_groups[0]["lr"] = lr
         for i, (param, judge) in enumerate(zip(params, judges, strict=True)):
             grad = cases.randn(param.shape, torch.float64, 1000 * k + i) * 10.0 ** (i - 1)
@@ -63,7 +58,7 @@ def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
         optimizer = cases.build(method, backend, [param], chosen)
         compute = 2.0**-52 if dtype in (torch.float64, torch.complex128) else EPS32
         for k in range(5 if backend.interpreted else 12):
-            lr = lr_at(k, chosen.get("lr", 1e-2))
+            lr = cases.lr_at(k, chosen.get("lr", 1e-2))
             o = cases.settings(chosen, lr)
             optimizer.param_groups[0]["lr"] = lr
             grad = cases.moved(shape.grad(cases.randn(shape.shape, dtype, 100 + k)), backend.device)

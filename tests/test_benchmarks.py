@@ -74,3 +74,27 @@ def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
     assert {"DA", "AdaGradDA", "MADGRAD", "MADGRAD, p = 2", "InlineAveragedSGD"} <= rows.keys()
     for row in rows.values():
         assert float(row[-3]) > 0  # no method is below the minimum
+
+
+def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
+    pytest.importorskip("optax")
+    path = tmp_path / "jax.json"
+    small = ["--size", "4096", "--model", "--budget", "0.02", "--sweep", "65536"]
+    command = [sys.executable, str(BENCHMARKS / "jax_step_time.py"), *small, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    rows = {row["optimizer"]: row for row in report["rows"]}
+    assert {name: row["bytes_per_parameter"] for name, row in rows.items()} == {
+        "cubegrad madgrad": 32,
+        "cubegrad madgrad momentum=0": 28,
+        "cubegrad mirror_madgrad": 28,
+        "optax.contrib.madgrad": 32,
+        "optax.adamw": 28,
+    }
+    assert rows["optax.adamw"]["speed_per_byte_vs_adamw"] == pytest.approx(1.0)
+    assert rows["optax.contrib.madgrad"]["speed_vs_contrib_madgrad"] == pytest.approx(1.0)
+    for row in rows.values():
+        assert row["percent_of_floor"] > 0
+        assert f"| {row['optimizer']} | {row['median_ms']:.4g} (" in done.stdout
+    assert {"device", "jax", "optax", "date"} <= set(report["machine"])

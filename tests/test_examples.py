@@ -28,6 +28,14 @@ CASES = [
             ("--out", "digits.txt"): "--out digits.txt must end in .png, .pdf or .svg",
         },
     ),
+    Example(
+        "jax_sweep.py",
+        least={"MADGRAD": 80.0, "MirrorMADGRAD": 80.0, "Adam": 80.0},
+        refused={
+            ("--seeds", "1"): "--seeds 1 must be >= 2; use 5",
+            ("--out", "sweep.txt"): "--out sweep.txt must end in .png, .pdf or .svg",
+        },
+    ),
 ]
 REFUSALS = [
     pytest.param(case.script, options, message, id=f"{case.script} {' '.join(options)}")

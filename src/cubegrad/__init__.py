@@ -1,7 +1,30 @@
-"""MADGRAD for PyTorch: the momentumized, adaptive, dual averaged gradient method."""
+"""MADGRAD, the momentumized, adaptive, dual averaged gradient method.
 
-from cubegrad import interop
-from cubegrad.optimizer import MADGRAD, MirrorMADGRAD
+The names here are for PyTorch, which is imported when the first of them is used; so
+`cubegrad.optax`, for JAX, works without it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cubegrad import backends, family, interop, theory
+    from cubegrad.optimizer import MADGRAD, MirrorMADGRAD
 
 __version__ = "0.1.0"
-__all__ = ["MADGRAD", "MirrorMADGRAD", "__version__", "interop"]
+__all__ = ["MADGRAD", "MirrorMADGRAD", "__version__", "backends", "family", "interop", "theory"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MADGRAD", "MirrorMADGRAD"):
+        value = getattr(importlib.import_module("cubegrad.optimizer"), name)
+    elif name in ("backends", "family", "interop", "theory"):
+        value = importlib.import_module(f"cubegrad.{name}")
+    else:
+        raise AttributeError(f"module 'cubegrad' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+SWEEP = "1e-2 is the default; sweep powers of two around it"
 REMEDY = {
-    "lr": "1e-2 is the default; sweep powers of two around it",
+    "lr": SWEEP,
+    "learning_rate": SWEEP,
     "momentum": "use 0.9, or 0 to keep no initial_param",
     "weight_decay": "use 0; MADGRAD needs less decay than SGD or Adam",
     "eps": "use 1e-6, or 0 for none",
+    "reference_lr": "use the peak learning rate",
 }
 
 
@@ -47,49 +50,63 @@ def _one_number(name: str, value: Any, remedy: str) -> float:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Refuse a group's options, naming the value, the limit and the remedy."""
-    for name in ("lr", "momentum", "weight_decay", "eps"):
-        value = number(name, options[name])
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value} must be finite and >= 0; {REMEDY[name]}")
-    if not number("momentum", options["momentum"]) < 1:
-        raise ValueError(f"momentum={options['momentum']} must be in [0, 1); {REMEDY['momentum']}")
+    """Refuse a torch group's options, naming the value, the limit and the remedy."""
+    check_numbers(options)
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; set one of them")
     if options["differentiable"] and (options["foreach"] or options["fused"]):
         raise ValueError(
             "differentiable=True runs on the eager backend only; leave foreach and fused unset"
         )
-    _check_decay(options)
 
 
-def _check_decay(options: dict[str, Any]) -> None:
-    decay, lr = number("weight_decay", options["weight_decay"]), number("lr", options["lr"])
+def check_numbers(options: dict[str, Any], lr_name: str = "lr") -> None:
+    """Refuse numbers out of range; one that is not known yet is left out of `options`."""
+    for name in (lr_name, "momentum", "weight_decay", "eps", "reference_lr"):
+        if name in options:
+            value = number(name, options[name])
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} must be finite and >= 0; {REMEDY[name]}")
+    if not number("momentum", options.get("momentum", 0.0)) < 1:
+        raise ValueError(f"momentum={options['momentum']} must be in [0, 1); {REMEDY['momentum']}")
+    _check_decay(options, lr_name)
+
+
+def _check_decay(options: dict[str, Any], lr_name: str) -> None:
+    decay = number("weight_decay", options.get("weight_decay", 0.0))
+    lr = number(lr_name, options[lr_name]) if lr_name in options else None
     if options["decoupled_lr"]:
-        if not options.get("reference_lr", lr) > 0:
+        name = "reference_lr" if "reference_lr" in options else lr_name
+        reference = options.get(name)
+        if reference is not None and not reference > 0:
             raise ValueError(
-                "lr=0 must be > 0 with decoupled_lr=True, which decays by lr / the lr the group "
-                "was built with; build with the peak lr and let a scheduler lower it"
+                f"{name}=0 must be > 0 with decoupled_lr=True, which decays by lr / the lr the "
+                "group was built with; build with the peak lr and let a scheduler lower it"
             )
         if decay > 1:
             raise ValueError(
                 f"weight_decay={decay} must be <= 1 with decoupled_lr=True: weights shrink by "
                 "1 - weight_decay a step; use about lr times the decay you would give AdamW"
             )
-    elif options["decoupled_weight_decay"] and lr * decay > 1:
+    elif options["decoupled_weight_decay"] and lr is not None and lr * decay > 1:
         raise ValueError(
-            f"lr*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
-            "weights shrink by 1 - lr*weight_decay a step; lower one of them"
+            f"{lr_name}*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
+            f"weights shrink by 1 - {lr_name}*weight_decay a step; lower one of them"
         )
 
 
+def decay_factor(options: dict[str, Any], lr: Any) -> Any:
+    """What decoupled decay multiplies x and z by at this lr, if there is such decay."""
+    rate = lr / options["reference_lr"] if options["decoupled_lr"] else lr
+    return 1 - options["weight_decay"] * rate
+
+
 def shrink(options: dict[str, Any], lr: Any) -> Any:
-    """What decoupled decay multiplies x and z by at this lr; None without such decay."""
+    """As `decay_factor`, never below 0; None without such decay."""
     decay = options["weight_decay"]
     if not decay or not (options["decoupled_weight_decay"] or options["decoupled_lr"]):
         return None
-    rate = lr / options["reference_lr"] if options["decoupled_lr"] else lr
-    factor = 1 - decay * rate
+    factor = decay_factor(options, lr)
     if hasattr(factor, "clamp"):
         return factor.clamp(min=0)
     if factor < 0:

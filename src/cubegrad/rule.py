@@ -1,7 +1,7 @@
 """The paper's update: arrays in, arrays out. This is the one place the maths is written.
 
 `xp` brings the two elementary functions that array libraries spell differently:
-`xp.cbrt(v)` is ∛v for v ≥ 0, and `xp.inverse(d)` is 1/d, or 0 where 1/d is not finite.
+`xp.cbrt(v)` is ∛v for v ≥ 0, and `xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite.
 `h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
 will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
 
@@ -26,7 +26,7 @@ def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
     if h.maximize:
         grad = -grad
-    if h.weight_decay:
+    if not isinstance(h.weight_decay, float | int) or h.weight_decay:  # an array may not be 0
         grad = grad + param * h.weight_decay
     return grad
 
@@ -34,7 +34,7 @@ def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
 def displacement(xp: Namespace, eps: float, grad_sum: Array, grad_sq_sum: Array) -> Array:
     """x_0 - z_k. A coordinate whose denominator is 0 has not left x_0."""
     denominator = xp.cbrt(grad_sq_sum) + eps  # ∛ν_k + ε
-    return grad_sum * xp.inverse(denominator)  # s_k / (∛ν_k + ε)
+    return xp.quotient(grad_sum, denominator)  # s_k / (∛ν_k + ε)
 
 
 def recover_initial_param(
@@ -107,7 +107,8 @@ def mirror_madgrad(
     grad = effective_gradient(h, param, grad)
     param, z = shrunk(h, param), shrunk(h, z)
     grad_sq_sum = grad_sq_sum * (step / (step + 1)) ** 0.5 + grad * grad  # ν_{k+1}
-    inverse = xp.inverse(xp.cbrt(grad_sq_sum) + h.eps)  # 1 / (∛ν_{k+1} + ε)
-    move = grad * (h.lr * (step + 1) ** (1 / 3)) * inverse  # γ (k+1)^{1/3} g / (∛ν_{k+1} + ε)
+    denominator = xp.cbrt(grad_sq_sum) + h.eps  # ∛ν_{k+1} + ε
+    rate = h.lr * (step + 1) ** (1 / 3)
+    move = xp.quotient(grad * rate, denominator)  # γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
     z = z - (move + 0.0)  # z_{k+1}; taking away a negative zero would turn -0 into 0
     return average(param, z, h.momentum), grad_sq_sum, z

@@ -23,9 +23,10 @@ class TorchFunctions:
         return torch.where(zero, 0.0, torch.where(zero, 1.0, x) ** (1 / 3))
 
     @staticmethod
-    def inverse(x: Tensor) -> Tensor:
-        infinite = torch.isinf(1 / x)
-        return torch.where(infinite, 0.0, 1 / torch.where(infinite, 1.0, x))
+    def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+        infinite = torch.isinf(1 / denominator)
+        inverse = torch.where(infinite, 0.0, 1 / torch.where(infinite, 1.0, denominator))
+        return numerator * inverse
 
 
 def step(

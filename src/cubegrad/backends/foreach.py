@@ -66,12 +66,12 @@ class ListFunctions:
     def cbrt(self, x: TensorList) -> TensorList:
         return x ** (1 / 3)
 
-    def inverse(self, x: TensorList) -> TensorList:
-        inverses = torch._foreach_reciprocal(x.tensors)
+    def quotient(self, numerator: TensorList, denominator: TensorList) -> TensorList:
+        inverses = torch._foreach_reciprocal(denominator.tensors)
         if self.may_divide_by_zero:
             for inverse in inverses:
                 torch.nan_to_num_(inverse, nan=torch.nan, posinf=0.0)
-        return TensorList(inverses)
+        return numerator * TensorList(inverses)
 
 
 def _alike(h: Hyper, rows: Iterator[Row]) -> Iterator[list[Row]]:

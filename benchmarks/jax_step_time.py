@@ -1,0 +1,290 @@
+"""The time of one compiled optax step in JAX, beside the least that the memory allows.
+
+    PYTHONPATH=src python3 benchmarks/jax_step_time.py --json out.json
+
+A step is `update` and `apply_updates` in one jitted function that is given parameters and state
+for good (donation). Its floor is the bytes it must move over the speed of the largest transfer
+measured in the same run: parameter, gradient and state are read once, what changed is written
+once. Times are of the wall clock, from an idle device to an idle device. Before each step the
+gradients change and the caches are swept. Optimizers take turns, so that a slow minute of the
+machine is everybody's.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from facts import processor, version, write
+from shapes import Shape, gpt2, resnet50
+
+import cubegrad.optax
+
+ADAMW, PEER = "optax.adamw", "optax.contrib.madgrad"
+CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "cubegrad madgrad": lambda: cubegrad.optax.madgrad(1e-2),
+    "cubegrad madgrad momentum=0": lambda: cubegrad.optax.madgrad(1e-2, momentum=0.0),
+    "cubegrad mirror_madgrad": lambda: cubegrad.optax.mirror_madgrad(1e-2),
+    PEER: lambda: optax.contrib.madgrad(1e-2),
+    ADAMW: lambda: optax.adamw(1e-3),
+}
+MODELS = {
+    "resnet50": lambda: resnet50(64, 1000),
+    "gpt2-large": lambda: gpt2(36, 1280, 50257, 1024),
+}
+READ_ONLY = (".initial_param", ".x0")  # state that is not written; all other state counts twice
+ROUNDS = 4
+WARM_UP = 3
+
+
+@dataclass
+class Row:
+    """One optimizer in one case."""
+
+    case: str
+    optimizer: str
+    dtype: str
+    leaves: int
+    parameters: int
+    bytes_per_parameter: float
+    temporary_mb: float  # what the compiled step needs beside its arguments and results
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    repeats: int
+    floor_ms: float = 0.0
+    percent_of_floor: float = 0.0
+    speed_vs_contrib_madgrad: float | None = None
+    speed_per_byte_vs_adamw: float | None = None
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(work(*arguments))
+    return time.perf_counter() - start, result
+
+
+def bandwidth(elements: int, when: str) -> dict[str, float]:
+    """GB/s of large transfers, bytes read plus bytes written.
+
+    A CPU also reads the lines that a copy is about to overwrite, and finds fresh pages for it, so
+    an addition in place is taken as well.
+    """
+    source = jax.random.normal(jax.random.key(0), (elements,))
+    copy = jax.jit(jnp.copy)
+    add = jax.jit(lambda target, source: target + source, donate_argnums=0)
+    copies, adds, target = [], [], copy(source)
+    for _ in range(WARM_UP + 20):
+        copies.append(timed(copy, source)[0])
+        seconds, target = timed(add, target, source)
+        adds.append(seconds)
+    return {
+        f"copy at the {when}": 2 * source.nbytes / median(copies[WARM_UP:]) / 1e9,
+        f"in-place add at the {when}": 3 * source.nbytes / median(adds[WARM_UP:]) / 1e9,
+    }
+
+
+def random_arrays(shapes: list[Shape], dtype: str, scale: float, seed: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [
+        (scale * jax.random.normal(key, shape)).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def bytes_per_parameter(params: list[jax.Array], state: Any) -> float:
+    """The fewest bytes that a step must move, from what the optimizer keeps."""
+    moved = sum(3 * param.nbytes for param in params)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if leaf.ndim > 0:
+            kept = any(name in jax.tree_util.keystr(path) for name in READ_ONLY)
+            moved += leaf.nbytes * (1 if kept else 2)
+    return moved / sum(param.size for param in params)
+
+
+class Contest:
+    """One optimizer on one set of parameters: compiled once, timed in several rounds."""
+
+    def __init__(self, name: str, shapes: list[Shape], dtype: str) -> None:
+        self.name, self.shapes, self.dtype = name, shapes, dtype
+        self.tx = CONTENDERS[name]()
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.times: list[float] = []
+
+    def _step(self, params: Any, state: Any, grads: Any) -> Any:
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def fresh(self) -> tuple[Any, Any]:
+        params = random_arrays(self.shapes, self.dtype, 2e-2, 0)
+        # A peer keeps the very arrays it is given, which cannot then be donated twice.
+        return params, self.tx.init([jnp.array(param, copy=True) for param in params])
+
+    def facts(self, grads: Any) -> dict[str, float]:
+        params, state = self.fresh()
+        memory = self.step.lower(params, state, grads).compile().memory_analysis()
+        return {
+            "bytes_per_parameter": bytes_per_parameter(params, state),
+            "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        }
+
+    def round(self, gradients: list[Any], sweep: Callable[[], Any], budget: float) -> None:
+        params, state = self.fresh()
+        before = jnp.stack([param.ravel()[0] for param in params])
+        for number in range(WARM_UP):
+            params, state = self.step(params, state, gradients[number % 2])
+        after = jnp.stack([param.ravel()[0] for param in params])
+        if not jnp.isfinite(after).all() or (after == before).mean() > 0.5:
+            raise RuntimeError(f"{self.name} did not step: {before[:3]} became {after[:3]}")
+        jax.block_until_ready((params, state))
+        start, done = time.perf_counter(), 0
+        while done < 5 or time.perf_counter() - start < budget:
+            jax.block_until_ready(sweep())
+            seconds, (params, state) = timed(self.step, params, state, gradients[done % 2])
+            self.times.append(1e3 * seconds)
+            done += 1
+
+
+def measure(
+    case: str, shapes: list[Shape], dtype: str, args: argparse.Namespace, sweep: Callable[[], Any]
+) -> list[Row]:
+    gradients = [random_arrays(shapes, dtype, 1e-2, seed) for seed in (1, 2)]
+    contests = [Contest(name, shapes, dtype) for name in args.optimizers]
+    facts = [contest.facts(gradients[0]) for contest in contests]
+    for _ in range(ROUNDS):
+        for contest in contests:
+            contest.round(gradients, sweep, args.budget / ROUNDS)
+    rows = []
+    for contest, known in zip(contests, facts, strict=True):
+        low, middle, high = quantiles(contest.times, n=4, method="inclusive")
+        counts = {"leaves": len(shapes), "parameters": sum(map(prod, shapes))}
+        measured = {
+            "median_ms": middle,
+            "quartiles_ms": (low, high),
+            "repeats": len(contest.times),
+        }
+        rows.append(Row(case, contest.name, dtype, **counts, **known, **measured))
+    return rows
+
+
+def compare(rows: list[Row], speeds: dict[str, float]) -> None:
+    """Fill in what a row's time means beside the floor and beside its peers in the same case."""
+    times = {(row.case, row.dtype, row.optimizer): row for row in rows}
+    for row in rows:
+        moved = row.bytes_per_parameter * row.parameters
+        row.floor_ms = moved / max(speeds.values()) / 1e6
+        row.percent_of_floor = 100 * row.floor_ms / row.median_ms
+        if peer := times.get((row.case, row.dtype, PEER)):
+            row.speed_vs_contrib_madgrad = peer.median_ms / row.median_ms
+        if adamw := times.get((row.case, row.dtype, ADAMW)):
+            per_byte = row.bytes_per_parameter / adamw.bytes_per_parameter
+            row.speed_per_byte_vs_adamw = per_byte * adamw.median_ms / row.median_ms
+
+
+def machine() -> dict[str, str]:
+    device = jax.devices()[0]
+    return {
+        "device": processor() if device.platform == "cpu" else device.device_kind,
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("jax", "jaxlib", "optax")},
+        "cubegrad": cubegrad.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+HEADER = (
+    "case",
+    "optimizer",
+    "ms (quartiles)",
+    "% of floor",
+    "bytes/param",
+    f"speed vs {PEER}",
+    f"speed per byte vs {ADAMW}",
+    "temporaries MB",
+)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [HEADER, ["---"] * 2 + ["---:"] * (len(HEADER) - 2)]
+    for row in rows:
+        low, high = row.quartiles_ms
+        ratios = (row.speed_vs_contrib_madgrad, row.speed_per_byte_vs_adamw)
+        lines.append(
+            (
+                f"{row.case}, {row.dtype}",
+                row.optimizer,
+                f"{row.median_ms:.4g} ({low:.4g}–{high:.4g})",
+                f"{row.percent_of_floor:.1f}",
+                f"{row.bytes_per_parameter:.3g}",
+                *("" if ratio is None else f"{ratio:.2f}×" for ratio in ratios),
+                f"{row.temporary_mb:,.1f}",
+            )
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def options(arguments: list[str] | None) -> argparse.Namespace:
+    on_cpu = jax.default_backend() == "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    sizes = [2**12, 2**18, 2**24] if on_cpu else [2**20, 2**29]
+    add("--size", type=int, nargs="*", default=sizes, help="leaves to time alone (%(default)s)")
+    models = ["resnet50"] if on_cpu else list(MODELS)
+    add("--model", nargs="*", choices=MODELS, default=models, help="shapes to time (%(default)s)")
+    add("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    there = [name for name in CONTENDERS if name != PEER or hasattr(optax.contrib, "madgrad")]
+    add("--optimizers", nargs="+", choices=there, default=there, help="all by default")
+    add("--budget", type=float, default=2.0, help="seconds a row (%(default)s)")
+    add("--sweep", type=int, default=2**27, help="numbers read between steps (%(default)s)")
+    add("--json", type=Path, help="file to write after every case")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = options(arguments)
+    elements = min(args.sweep, 2**27) * (1 if jax.default_backend() == "cpu" else 4)
+    ballast, total = jnp.ones(args.sweep), jax.jit(jnp.sum)
+    speeds, rows = bandwidth(elements, "start"), []
+    cases = [(f"one leaf of {n:,}", [(n,)]) for n in args.size]
+    for name in args.model:
+        shapes = MODELS[name]()
+        cases.append((f"{name}, {sum(map(prod, shapes)):,} in {len(shapes)} leaves", shapes))
+    for name, shapes in cases:
+        for dtype in args.dtype:
+            rows += measure(name, shapes, dtype, args, lambda: total(ballast))
+            compare(rows, speeds)
+            for row in rows[-len(args.optimizers) :]:
+                said = f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
+                print(f"{name} {dtype} {row.optimizer}: {said}", file=sys.stderr, flush=True)
+            if args.json:
+                write(report(speeds, rows), args.json)
+    speeds |= bandwidth(elements, "end")
+    compare(rows, speeds)
+    if args.json:
+        write(report(speeds, rows), args.json)
+    for name, value in (machine() | {k: f"{v:,.4g} GB/s" for k, v in speeds.items()}).items():
+        print(f"- {name}: {value}")
+    print(f"\n{table(rows)}")
+
+
+def report(speeds: dict[str, float], rows: list[Row]) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "bandwidth_gb_per_s": speeds,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    main()
