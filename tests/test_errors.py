@@ -202,6 +202,25 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name):
         assert torch.equal(tensor, after["state"][0][key])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("grad_sum", torch.zeros(2)),
+        ("grad_sq_sum", torch.zeros(3, dtype=torch.float64)),
+        ("step", torch.tensor(1)),
+        ("step", torch.ones(1)),
+    ],
+)
+def test_a_fused_step_refuses_a_state_that_it_would_read_beyond(name, value):
+    optimizer = trained(fused=True)
+    (p,) = optimizer.param_groups[0]["params"]
+    optimizer.state[p][name] = value
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"a state tensor is .* must be .* load_state_dict"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 @pytest.mark.usefixtures("not_built")
 def test_fused_without_a_fused_backend_says_so():
     optimizer = MADGRAD([p := param()], fused=True)

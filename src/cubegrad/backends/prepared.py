@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cubegrad.backends import look
 from cubegrad.options import Hyper
-from cubegrad.states import lie_alike
+from cubegrad.states import dtype_of, lie_alike
 
 Group = dict[str, Any]
 
@@ -257,6 +257,7 @@ def step_once(
     """Any tensors, once: with tables for the occasion, and copies of what does not lie densely."""
     alike: dict[Any, list[tuple[Tensor, ...]]] = {}
     for row in zip(params, grads, steps, *buffers, strict=True):
+        _check(row[0], *row[2:])
         alike.setdefault((row[0].device, row[0].dtype, row[1].dtype), []).append(row)
     for rows in alike.values():
         flat = [_flattened(row) for row in rows]
@@ -269,6 +270,22 @@ def step_once(
             for target, source in zip(row, copy, strict=True):
                 if source is not target and target is not row[1]:
                     target.copy_(source)
+
+
+def _check(param: Tensor, count: Tensor, *state: Tensor) -> None:
+    """A kernel trusts its addresses, so what somebody put into the state is looked at first."""
+    expected = (param.shape, dtype_of(param), param.device)
+    found = [(tensor.shape, tensor.dtype, tensor.device) for tensor in state]
+    found += [(count.shape, count.dtype, param.device)]
+    wanted = [expected] * len(state) + [(torch.Size(), torch.float32, param.device)]
+    for have, want in zip(found, wanted, strict=True):
+        if have != want:
+            shape, dtype, device = have
+            raise ValueError(
+                f"a state tensor is {dtype} of shape {tuple(shape)} on {device}, and must be "
+                f"{want[1]} of shape {tuple(want[0])} on {want[2]}; put states in with "
+                "load_state_dict, which converts them"
+            )
 
 
 def _flattened(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
