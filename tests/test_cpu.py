@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import BACKENDS, METHODS
+from fork_check import prepared, stepped
 
 import cubegrad
 from cubegrad import backends
@@ -130,60 +131,18 @@ def test_tensors_may_lie_at_odd_addresses():
     assert torch.equal(*params)
 
 
-def prepared(threads):
-    """Enough numbers that several threads are worth waking."""
-    torch.set_num_threads(threads)
-    sizes = (200_000, 3, 70_001)
-    params = [torch.nn.Parameter(cases.randn((n,), torch.float32, n)) for n in sizes]
-    optimizer = cubegrad.MADGRAD(params, fused=True)
-    for param in params:
-        param.grad = cases.randn(param.shape, torch.float32, 1)
-    optimizer.step()
-    return optimizer
-
-
-def stepped(optimizer):
-    for _ in range(3):
-        optimizer.step()
-    return b"".join(p.detach().numpy().tobytes() for p in optimizer.param_groups[0]["params"])
-
-
 def test_the_number_of_threads_changes_no_bit():
     one = stepped(prepared(1))
     for threads in (2, 3, 7):
         assert stepped(prepared(threads)) == one
 
 
-def test_a_forked_child_steps_with_threads_of_its_own():
-    """torch's own threads stay in the parent, where a parallel loop has made them."""
-    expected, optimizer = stepped(prepared(2)), prepared(2)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if stepped(optimizer) == expected else 3)
-    for _ in range(300):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        pytest.fail("the forked child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
-class _Trains(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        return stepped(prepared(torch.get_num_threads()))
-
-
-def test_a_data_loader_worker_can_step():
-    expected = stepped(prepared(2))
-    loader = torch.utils.data.DataLoader(_Trains(), num_workers=2, batch_size=None)
-    assert list(loader) == [expected, expected]
+@pytest.mark.parametrize("where", ["a forked child", "a data loader"])
+def test_a_step_works_in(where):
+    """In a process of its own: JAX's threads, once there are any, do not like to be forked."""
+    command = [sys.executable, HERE / "fork_check.py", where]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "the same bits\n"), result.stderr
 
 
 def test_other_python_threads_run_during_a_step():
