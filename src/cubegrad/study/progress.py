@@ -1,0 +1,72 @@
+"""How far a sweep is: a bar with the time left in a terminal, plain lines in a log."""
+
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+from cubegrad.study.records import Record
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Progress:
+    """Counts epochs, as runs of one sweep are equally long in them."""
+
+    def __init__(self, stream: TextIO | None = None, every: float = 10.0) -> None:
+        self.stream = stream or sys.stderr
+        self.every = every
+        self.runs = self.total_runs = self.passed = self.total = 0
+        self.start = self.told = time.monotonic()
+        terminal = self.stream.isatty()
+        self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
+
+    def add(self, runs: int, epochs: int) -> None:
+        self.total_runs += runs
+        self.total += epochs
+        if self.bar is not None:
+            self.bar.total = self.total
+            self.bar.refresh()
+
+    def epochs(self, count: int) -> None:
+        self.passed += count
+        if self.bar is not None:
+            self.bar.update(count)
+        elif time.monotonic() - self.told >= self.every and self.passed:
+            self.told = time.monotonic()
+            self.stream.write(f"{self.line()}\n")
+            self.stream.flush()
+
+    def line(self) -> str:
+        spent = time.monotonic() - self.start
+        left = spent * (self.total - self.passed) / max(self.passed, 1)
+        return (
+            f"{self.runs}/{self.total_runs} runs, {self.passed}/{self.total} epochs, "
+            f"{duration(spent)} gone, about {duration(left)} left"
+        )
+
+    def finished(self, record: Record, metric: str) -> None:
+        self.runs += 1
+        if self.bar is not None:
+            value = record.last(metric)
+            result = "diverged" if value is None else f"{metric} {value:.4g}"
+            self.bar.set_description(
+                f"{self.runs}/{self.total_runs} runs, {record.settings.method}"
+            )
+            self.bar.set_postfix_str(result)
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.stream)
+        else:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
