@@ -115,7 +115,7 @@ def cifar10(
         found = fetch(sources[0], data), sources[0]
     if found is None:
         raise StudyError(
-            f"CIFAR-10 is not in {data}: allow the download, or put there "
+            f"CIFAR-10 is not in {data}: allow the download (--download), or put there "
             + " or ".join(f"{source.archive} (from {source.url})" for source in sources)
             + " or a folder unpacked from it"
         )
