@@ -94,9 +94,11 @@ def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
         for line in runs.repair():
             progress.say(f"{line}: set aside, and its run is done again")
         runs.log(shlex.join(["cubegrad", *options.words]))
+        machine = Machine(options.problem, place, workers)
         try:
-            yield Sweep(plan, runs, Machine(options.problem, place, workers), progress)
+            yield Sweep(plan, runs, machine, progress)
         finally:
+            machine.close()
             progress.close()
 
 

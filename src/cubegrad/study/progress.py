@@ -23,6 +23,7 @@ class Progress:
         self.every = every
         self.runs = self.total_runs = self.passed = self.total = 0
         self.start = self.told = time.monotonic()
+        self.first: tuple[float, int] | None = None  # time and epochs when the first ones were done
         terminal = self.stream.isatty()
         self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
 
@@ -35,19 +36,24 @@ class Progress:
 
     def epochs(self, count: int) -> None:
         self.passed += count
+        if count and self.first is None:
+            self.first = time.monotonic(), self.passed
         if self.bar is not None:
             self.bar.update(count)
-        elif time.monotonic() - self.told >= self.every and self.passed:
+        elif time.monotonic() - self.told >= self.every:
             self.told = time.monotonic()
             self.stream.write(f"{self.line()}\n")
             self.stream.flush()
 
     def line(self) -> str:
-        spent = time.monotonic() - self.start
-        left = spent * (self.total - self.passed) / max(self.passed, 1)
+        now = time.monotonic()
+        # From the first epochs on: what came before is the start of the workers, done once.
+        begun, done = self.first or (now, self.passed)
+        rate = (self.passed - done) / (now - begun) if self.passed > done and now > begun else 0
+        left = f"about {duration((self.total - self.passed) / rate)}" if rate else "unknown time"
         return (
             f"{self.runs}/{self.total_runs} runs, {self.passed}/{self.total} epochs, "
-            f"{duration(spent)} gone, about {duration(left)} left"
+            f"{duration(now - self.start)} gone, {left} left"
         )
 
     def finished(self, record: Record, metric: str) -> None:

@@ -191,7 +191,7 @@ def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ())
         n = max(len(summary.seeds) for summary in experiment.summaries)
         title = f"{experiment.about['description']}: mean of {n} seeds ± 2 standard errors"
         figures.save(figures.curves(*arguments, title), scratch / f"{name}-curves")
-        sensitivity = f"{experiment.about['description']}: the search, at each method's best decay"
+        sensitivity = f"{name}: the search, at each method's best decay"
         figures.save(figures.lr_figure(*arguments, sensitivity), scratch / f"{name}-lr")
         pictures = [f"![curves]({name}-curves.png)", f"![learning rates]({name}-lr.png)"]
         texts.append("\n\n".join([f"# {name}", markdown(rows), *lines, *pictures]))

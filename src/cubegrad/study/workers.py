@@ -1,14 +1,12 @@
 """Runs on this machine: in this process, or in several that share its cores."""
 
-import concurrent.futures
-import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,38 +21,36 @@ from cubegrad.study.records import Record, Settings
 Job = tuple[Settings, Path]  # and its checkpoint
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
-    """Runs jobs of one problem, `workers` at a time. Each run has the threads of its preset."""
+    """Runs jobs of one problem, `workers` at a time. Each run has the threads of its preset.
+
+    The processes live until `close`: starting one takes seconds, as it imports torch.
+    """
 
     problem: str  # by name: a process of its own has to find it again
     place: train.Place
     workers: int = 1
+    _pool: ProcessPoolExecutor | None = None
+    _epochs: Any = None
 
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
         """Records as they come; `tick` is told how many epochs have passed since the last call."""
-        if self.workers == 1 or len(jobs) == 1:
+        if self.workers == 1 or (len(jobs) == 1 and self._pool is None):
             problem = catalogue.find(self.problem)
             for settings, checkpoint in jobs:
                 yield train.run(problem, settings, self.place, checkpoint, lambda: tick(1))
-        else:
-            yield from self._pool(jobs, tick)
+        elif jobs:
+            yield from self._share(jobs, tick)
 
-    def _pool(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
-        # Forking a process in which torch has started threads may hang it.
-        context = multiprocessing.get_context("spawn")
-        epochs = context.Value("L", 0)
-        pool = concurrent.futures.ProcessPoolExecutor(
-            min(self.workers, len(jobs)), context, _begin, (self.problem, self.place, epochs)
-        )
-        told = 0
+    def _share(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
+        pool = self._pool or self._start()
+        told = self._epochs.value
         try:
             waiting = {pool.submit(_work, *job) for job in jobs}
             while waiting:
-                done, waiting = concurrent.futures.wait(
-                    waiting, timeout=0.2, return_when=concurrent.futures.FIRST_COMPLETED
-                )
-                passed = epochs.value
+                done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                passed = self._epochs.value
                 tick(passed - told)
                 told = passed
                 for future in done:
@@ -64,25 +60,31 @@ class Machine:
                 "a worker was killed, perhaps for want of memory; "
                 "the same command goes on where it was, with fewer --workers if it comes again"
             ) from None
-        finally:
-            _end(pool)
+
+    def _start(self) -> ProcessPoolExecutor:
+        # Forking a process in which torch has started threads may hang it.
+        context = multiprocessing.get_context("spawn")
+        self._epochs = context.Value("L", 0)
+        arguments = (self.problem, self.place, self._epochs)
+        self._pool = ProcessPoolExecutor(self.workers, context, _begin, arguments)
+        return self._pool
+
+    def close(self) -> None:
+        """Stop at once: what a run has saved stays, and no one waits for what it has not."""
+        if self._pool is not None:
+            processes = list((self._pool._processes or {}).values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+            self._pool = None
 
 
 def default_workers(device: torch.device, threads: int) -> int:
     """As many as the cores bear; one on a GPU, which a single run should fill."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max((cores or 1) // threads, 1) if device.type == "cpu" else 1
-
-
-def _end(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    """Stop at once: what a run has saved stays, and no one waits for what it has not."""
-    processes = list((getattr(pool, "_processes", None) or {}).values())
-    idle = not getattr(pool, "_pending_work_items", None)
-    pool.shutdown(wait=idle, cancel_futures=True)
-    if not idle:
-        for process in processes:
-            with contextlib.suppress(OSError):
-                process.terminate()
 
 
 _problem: Any = None
@@ -96,7 +98,6 @@ def _begin(problem: str, place: train.Place, epochs: Any) -> None:
     parent = multiprocessing.process.parent_process()
     if parent is not None:
         threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    sys.stdout.flush()
     _problem, _place, _epochs = catalogue.find(problem), place, epochs
 
 

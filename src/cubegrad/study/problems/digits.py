@@ -78,7 +78,12 @@ def problem() -> Problem:
         batch=64,
         schedule="tenthing:60%-85%",
         decays=(0.0, 1e-4),
-        lrs={"madgrad": (1e-3, 1e-1), "sgd": (1e-2, 1.0), "adam": (1e-3, 1e-1)},
+        lrs={
+            "madgrad": (5e-3, 1e-1),
+            "sgd": (2.5e-2, 5e-1),
+            "adam": (2.5e-3, 5e-2),
+            "adagrad": (1e-2, 2.5e-1),
+        },
         size="6,090 parameters",
     )
     longer = replace(cpu, epochs=30, decays=(0.0, 1e-5, 1e-4, 1e-3), seeds=10)
