@@ -39,6 +39,7 @@ class Speed:
     busy_percent: float  # of the profiled epoch
     profiled_epoch_s: float
     peak_memory_gb: float
+    accuracy: float  # on the test set, at the end: whether it learned
 
 
 def random_images(folder: Path, download: bool) -> tuple[Images, Images]:  # noqa: ARG001
@@ -134,6 +135,7 @@ def measure(options: argparse.Namespace, method: str, compiled: bool) -> Speed:
         busy_percent=100 * busy_seconds(watch.profiler, device) / profiled,
         profiled_epoch_s=profiled,
         peak_memory_gb=peak,
+        accuracy=record.curve["accuracy"][-1],
     )
 
 
@@ -157,8 +159,8 @@ def main(words: Sequence[str] | None = None) -> None:
         data.cifar10 = random_images
     report = {"machine": machine(torch.device(options.device)), "preset": options.preset}
     speeds: list[Speed] = []
-    print("| method | compiled | first epoch s | epoch s | images/s | busy % | GB |")
-    print("|---|---|---|---|---|---|---|")
+    print("| method | compiled | first epoch s | epoch s | images/s | busy % | GB | test % |")
+    print("|---|---|---|---|---|---|---|---|")
     for compiled in {"yes": [True], "no": [False], "both": [False, True]}[options.compile]:
         for method in options.methods:
             speed = measure(options, method, compiled)
@@ -166,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
             print(
                 f"| {speed.method} | {'yes' if speed.compiled else 'no'} "
                 f"| {speed.first_epoch_s:.1f} | {speed.epoch_s:.2f} | {speed.images_per_s:,.0f} "
-                f"| {speed.busy_percent:.0f} | {speed.peak_memory_gb:.1f} |",
+                f"| {speed.busy_percent:.0f} | {speed.peak_memory_gb:.1f} | {speed.accuracy:.1f} |",
                 flush=True,
             )
             if options.json:

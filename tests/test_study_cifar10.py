@@ -92,7 +92,7 @@ class Seen(nn.Module):
     """Scores that are the image's first ten values, and a look at what came in."""
 
     def forward(self, images):
-        self.images = images
+        self.images, self.trained_at_the_time = images, self.training
         return images[:, 0, 0, :10]
 
 
@@ -115,6 +115,7 @@ def test_evaluation_by_hand(monkeypatch):
     model = Seen().train()
     judged = cifar10.judged(model, Images(images, labels))
     assert model.training
+    assert not model.trained_at_the_time
     rest = torch.tensor(9 + torch.e).log()
     assert judged["accuracy"] == pytest.approx(400 / 7)
     assert judged["loss"] == pytest.approx((4 * (rest - 1) + 3 * rest).item() / 7, rel=1e-6)

@@ -48,6 +48,8 @@ def pretend_cuda(monkeypatch, step):
     @contextmanager
     def graph(made, stream):
         assert stream is not None
+        # Gradients from before would be added to, at every replay.
+        assert all(param.grad is None for param in step.model.parameters())
         kept = [buffer.clone() for buffer in step.model.buffers()]
         yield
         for buffer, value in zip(step.model.buffers(), kept, strict=True):
@@ -66,13 +68,13 @@ def pretend_cuda(monkeypatch, step):
     return graphs
 
 
-def two_tasks(small, device):
+def two_tasks(small, device, loss=cifar10.mean_loss):
     """The same model twice, and a captured step for the first."""
     tasks = []
     for _ in range(2):
         torch.manual_seed(0)
         tasks.append(cifar10.build(setup_of(small, device=device)))
-    return *tasks, cifar10.GraphedStep(tasks[0].model, 16, cifar10.mean_loss)
+    return *tasks, cifar10.GraphedStep(tasks[0].model, 16, loss)
 
 
 def two_epochs(graphed, plain, step):
@@ -91,16 +93,23 @@ def two_epochs(graphed, plain, step):
 
 def test_a_graphed_step_is_a_step(small, monkeypatch):
     """Running means after the warm-up, gradients after the odd last batch, losses kept apart."""
-    graphed, plain, step = two_tasks(small, CPU)
+    sizes = set()
+
+    def loss(model, images, labels):
+        sizes.add(len(labels))
+        return cifar10.mean_loss(model, images, labels)
+
+    graphed, plain, step = two_tasks(small, CPU, loss)
     graphs = pretend_cuda(monkeypatch, step)
     benchmark = torch.backends.cudnn.benchmark
     losses = two_epochs(graphed, plain, step)
     assert torch.backends.cudnn.benchmark == benchmark
     assert sorted(step.captured) == [6, 16]
+    assert sizes == {16}  # what would be compiled
     assert len(graphs) == 2  # one for each size, in two epochs
     assert len(losses) == 10
-    for loss, expected in losses:
-        assert torch.equal(loss, expected)
+    for value, expected in losses:
+        assert torch.equal(value, expected)
     for name, value in graphed.model.state_dict().items():
         assert torch.equal(value, plain.model.state_dict()[name]), name
     assert graphed.model.state_dict()["blocks.0.norms.0.num_batches_tracked"] == 10
@@ -159,5 +168,6 @@ def test_the_benchmark_at_toy_size(monkeypatch, tmp_path, capsys):
     assert [row["method"] for row in rows] == ["madgrad", "sgd"]
     for row in rows:
         assert 0 < row["busy_percent"] <= 100
+        assert 0 <= row["accuracy"] <= 100
         assert row["images_per_s"] == pytest.approx(48 / row["epoch_s"])
     assert "| madgrad | no |" in capsys.readouterr().out

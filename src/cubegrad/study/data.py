@@ -6,9 +6,10 @@ archive or for what it unpacks to, and takes nothing whose checksum is not the p
 
 import hashlib
 import io
+import os
 import pickle
+import sys
 import tarfile
-import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -147,11 +148,10 @@ def find(data: Path, sources: tuple[Source, ...]) -> tuple[Path, Source] | None:
 def fetch(source: Source, data: Path) -> Path:
     """Download the archive into `data`; it has its name only when it is whole and right."""
     target = data / source.archive
-    part = None
+    part = data / f".{source.archive}.{os.getpid()}"  # runs beside this one have their own
     try:
         data.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=data, prefix=".part-", delete=False) as file:
-            part = Path(file.name)
+        with part.open("wb") as file:
             md5 = _copy(source, file)
         if md5 != source.md5:
             raise StudyError(
@@ -165,9 +165,8 @@ def fetch(source: Source, data: Path) -> Path:
             f"or put {source.archive} there yourself"
         ) from error
     finally:
-        if part is not None:
-            with suppress(FileNotFoundError):  # it has its final name
-                part.unlink()
+        with suppress(OSError):  # it has its final name, or there is no such folder
+            part.unlink()
     return target
 
 
@@ -176,8 +175,10 @@ def _copy(source: Source, file: Any) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(source.url, timeout=TIMEOUT) as answer:
         length = int(answer.headers.get("Content-Length") or 0) or None
-        bar = tqdm(total=length, unit="B", unit_scale=True, desc=source.archive, mininterval=1)
-        with bar:
+        pace = 0.1 if sys.stderr.isatty() else 10  # seconds; a log needs few lines
+        with tqdm(
+            total=length, unit="B", unit_scale=True, desc=source.archive, mininterval=pace
+        ) as bar:
             while chunk := answer.read(CHUNK):
                 file.write(chunk)
                 digest.update(chunk)

@@ -235,10 +235,10 @@ def problem() -> Problem:
         batch=32,
         decays=(1e-4,),
         lrs={
-            "madgrad": (5e-4, 2.5e-3),
-            "sgd": (5e-2, 2.5e-1),
+            "madgrad": (1e-3, 5e-3),
+            "sgd": (1e-2, 5e-2),
             "adam": (1e-3, 5e-3),
-            "adagrad": (1e-2, 5e-2),
+            "adagrad": (2.5e-2, 1e-1),
         },
         size="PreAct ResNet-8, 19,794 parameters, on 1,000 images",
         options={**few, "stages": (1, 1, 1), "bottleneck": False},
