@@ -114,10 +114,15 @@ def _quarter(summary: Summary, metric: str) -> int:
     return len(summary.curves.get(metric, [])) // 4
 
 
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:  # matplotlib warns of an empty one
+        axes.legend(frameon=False, fontsize=9)
+
+
 def draw_train(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int]) -> None:
     draw_curves(axes, summaries, "train_loss", styles, log=True)
     axes.set_ylabel("training loss")
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
 
 
 def draw_lrs(
@@ -148,7 +153,7 @@ def draw_lrs(
         xscale="log", xlabel="learning rate", ylabel=f"{judge.metric}{f', {unit}' if unit else ''}"
     )
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
 
 
 def _zoom(axes: Axes, values: list[float], higher_is_better: bool) -> None:

@@ -1,5 +1,6 @@
 """Runs on this machine: in this process, or in several that share its cores."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
@@ -47,7 +48,8 @@ class Machine:
         pool = self._pool or self._start()
         told = self._epochs.value
         try:
-            waiting = {pool.submit(_work, *job) for job in jobs}
+            with _no_interrupts():  # a submit may start a process
+                waiting = {pool.submit(_work, *job) for job in jobs}
             while waiting:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 passed = self._epochs.value
@@ -81,6 +83,16 @@ class Machine:
             self._pool = None
 
 
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Processes started meanwhile never see Ctrl-C, not even while they import torch."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def default_workers(device: torch.device, threads: int) -> int:
     """As many as the cores bear; one on a GPU, which a single run should fill."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -94,7 +106,6 @@ _epochs: Any = None
 
 def _begin(problem: str, place: train.Place, epochs: Any) -> None:
     global _problem, _place, _epochs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     parent = multiprocessing.process.parent_process()
     if parent is not None:
         threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
