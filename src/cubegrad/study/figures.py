@@ -50,7 +50,7 @@ def style(summaries: Sequence[Summary]) -> dict[str, int]:
     keys = [_colour_key(summary, summaries) for summary in summaries]
     others = [key for key in dict.fromkeys(keys) if key not in FIXED]
     taken = {FIXED[key] for key in keys if key in FIXED}
-    free = [index for index in range(len(COLOURS)) if index not in taken] or [0]
+    free = [*range(len(FIXED), len(COLOURS)), *(set(FIXED.values()) - taken)]
     chosen = {key: free[place % len(free)] for place, key in enumerate(others)} | FIXED
     return {s.entry: chosen[key] for s, key in zip(summaries, keys, strict=True)}
 
@@ -164,42 +164,47 @@ def _zoom(axes: Axes, values: list[float], higher_is_better: bool) -> None:
     axes.set_ylim(low - margin, high + margin)
 
 
+def _name_row(axes: Axes, line: Sequence[Summary], several: bool) -> None:
+    if several:
+        axes.set_title(line[0].entry.partition("@")[2], loc="left", fontsize=10)
+
+
 def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
     """The whole figure: a row a schedule, test left and training right."""
     lines, styles = rows(summaries), style(summaries)
     figure = Figure(figsize=(10, 4 * len(lines) + 0.4), layout="constrained")
-    for line, (left, right) in zip(
-        lines, figure.subplots(len(lines), 2, squeeze=False), strict=True
-    ):
+    panels = figure.subplots(len(lines), 2, squeeze=False)
+    for line, (left, right) in zip(lines, panels, strict=True):
         draw_test(left, line, judge, unit, styles)
         draw_train(right, line, styles)
-        if len(lines) > 1:
-            left.set_title(line[0].entry.partition("@")[2], loc="left", fontsize=10)
+        _name_row(left, line, len(lines) > 1)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
 def lr_figure(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
-    draw_lrs(figure.subplots(), summaries, judge, unit, style(summaries))
+    """A panel a row of `curves`."""
+    lines, styles = rows(summaries), style(summaries)
+    figure = Figure(figsize=(7, 4 * len(lines) + 0.4), layout="constrained")
+    for line, (axes,) in zip(lines, figure.subplots(len(lines), 1, squeeze=False), strict=True):
+        draw_lrs(axes, line, judge, unit, styles)
+        _name_row(axes, line, len(lines) > 1)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[Figure]:
-    """Each panel as a figure of its own, which a narrow page can put below each other."""
-    styles, made = style(summaries), []
-    for line in rows(summaries):
-        for side in ("test", "train"):
-            figure = Figure(figsize=(5, 4), layout="constrained")
-            axes = figure.subplots()
-            if side == "test":
-                draw_test(axes, line, judge, unit, styles)
-            else:
-                draw_train(axes, line, styles)
-            if len(rows(summaries)) > 1:
-                axes.set_title(line[0].entry.partition("@")[2], loc="left", fontsize=10)
-            made.append(figure)
+def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[tuple[Figure, ...]]:
+    """By row: test, training and learning rates, each a figure of its own for a narrow page."""
+    lines, styles, made = rows(summaries), style(summaries), []
+    for line in lines:
+        figures = tuple(Figure(figsize=(5, 4), layout="constrained") for _ in range(3))
+        test, train, lrs = (figure.subplots() for figure in figures)
+        draw_test(test, line, judge, unit, styles)
+        draw_train(train, line, styles)
+        draw_lrs(lrs, line, judge, unit, styles)
+        for axes in (test, train, lrs):
+            _name_row(axes, line, len(lines) > 1)
+        made.append(figures)
     return made
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from cubegrad.study import figures, statistics
 from cubegrad.study.methods import METHODS, PAPER, PaperProblem
 from cubegrad.study.problem import StudyError
@@ -209,11 +211,9 @@ def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ())
 
 
 def _section(experiment: Experiment, rows: Rows, lines: Sequence[str]) -> str:
-    arguments = (experiment.summaries, experiment.judge, experiment.unit)
-    shapes = "".join(
-        f"<figure>{figures.inline(one)}</figure>" for one in figures.panels(*arguments)
-    )
-    rates = figures.inline(figures.lr_figure(*arguments, ""))
+    drawn = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
+    shapes = "".join(_pair(pair) for *pair, _ in drawn)
+    rates = _pair([last for *_, last in drawn])
     cells = [[html.escape(cell) for cell in row] for row in rows]
     head = "".join(f"<th>{cell}</th>" for cell in cells[0])
     body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells[1:])
@@ -222,11 +222,17 @@ def _section(experiment: Experiment, rows: Rows, lines: Sequence[str]) -> str:
         f"<h1>{html.escape(experiment.name)}</h1>"
         f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
         f"<h2>Test, and training loss</h2><p>Bands are ± 2 standard errors.</p>"
-        f'<div class="pair">{shapes}</div>'
+        f"{shapes}"
         f"<h2>How much the learning rate matters</h2>"
         f"<p>The runs of the search at each method's best decay; a cross is a diverged run.</p>"
-        f'<div class="pair"><figure class="wide">{rates}</figure></div>{said}'
+        f"{rates}{said}"
     )
+
+
+def _pair(drawn: Iterable[Figure]) -> str:
+    """Side by side where there is room, else below each other."""
+    shapes = "".join(f"<figure>{figures.inline(figure)}</figure>" for figure in drawn)
+    return f'<div class="pair">{shapes}</div>'
 
 
 def _page(sections: Sequence[str], commands: Sequence[str]) -> str:
@@ -245,8 +251,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .35rem .7rem; border-bottom: 1px solid #ddd; text-align: left;
   white-space: nowrap }}
 .pair {{ display: flex; flex-wrap: wrap; gap: 1rem }}
-figure {{ flex: 1 1 20rem; margin: 0; min-width: 0 }}
-figure.wide {{ flex-basis: 100%; max-width: 44rem }}
+figure {{ flex: 1 1 20rem; margin: 0; min-width: 0; max-width: 34rem }}
 svg {{ width: 100%; height: auto }}
 </style></head><body>
 {"".join(sections)}{foot}
