@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 .PHONY: demo test test-all lint clean
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/cubegrad compare digits
 
 test: lint
 	$(BIN)/pytest -n 2

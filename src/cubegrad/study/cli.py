@@ -1,0 +1,125 @@
+"""The command `cubegrad`: problems, train, sweep, report, compare."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import cubegrad
+from cubegrad.study.problem import StudyError
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, where argparse would print its usage too."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    main = Parser(prog="cubegrad", description="The MADGRAD paper's comparison of optimizers.")
+    main.add_argument("--version", action="version", version=f"cubegrad {cubegrad.__version__}")
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("problems", help="what there is, with sizes, data and presets")
+    _train(commands.add_parser("train", help="one run"))
+    _sweep(commands.add_parser("sweep", help="a grid of learning rates and decays"))
+    compare = commands.add_parser(
+        "compare", help="sweep, then the best setting of each method over all seeds, then report"
+    )
+    _sweep(compare)
+    compare.add_argument(
+        "--search-seeds",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="seeds of each point of the grid (%(default)s)",
+    )
+    report = commands.add_parser("report", help="tables, plots, one page")
+    report.add_argument("runs", type=Path, metavar="RUNS_DIR", help="the --out of a sweep")
+    return main
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("problem", metavar="PROBLEM", help="digits, cifar10, or your_module:your_function")
+    add("--preset", help="cpu, gpu or paper (cpu)")
+    add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
+    add("--epochs", type=_count, help="in place of the preset's")
+    add("--batch", type=_count, help="in place of the preset's")
+    add("--schedule", help="in place of the preset's: flat, tenthing:150-225, sqrt:100, ...")
+    add("--data", type=Path, default=Path("data"), metavar="DIR", help="data sets (%(default)s)")
+    add("--download", action="store_true", help="fetch missing data sets into it")
+    add("--out", type=Path, metavar="DIR", help="where runs are kept (runs/PROBLEM-PRESET)")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    add = parser.add_argument
+    add("--method", default="madgrad", help="(%(default)s)")
+    add("--lr", metavar="LR", help="learning rate; the paper's, where it has this problem")
+    add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
+    add("--seed", type=_whole, default=0, help="(%(default)s)")
+
+
+def _sweep(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    add = parser.add_argument
+    add("--methods", metavar="A,B", help="such as madgrad,sgd@flat; the preset's, without")
+    add("--figure", help="a figure of the paper in their place: dual-averaging or sqrt-decay")
+    add("--lr", metavar="LRS", help="1e-4..1e-1 or 0.1,0.2; each method's own range, without")
+    add("--decay", metavar="DECAYS", help="0,1e-5..1e-3; the preset's, without")
+    add("--grid", metavar="GRID", help="1,2.5,5 (times powers of ten) or powers-of-2")
+    add(
+        "--widen",
+        type=_whole,
+        default=6,
+        metavar="N",
+        help="values by which the grid may grow beyond an end that is best (%(default)s)",
+    )
+    add(
+        "--select",
+        choices=("test", "valid"),
+        default="test",
+        help="choose by the test set, as the paper does, or a held-out split (%(default)s)",
+    )
+    add(
+        "--seeds",
+        type=_count,
+        metavar="N",
+        help="sweep: of each point (1); compare: of each method's best (the preset's)",
+    )
+    add("--workers", type=_count, metavar="N", help="runs at a time (one a core; one on a GPU)")
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.lstrip("-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1; use 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 0; use 0")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
+    options.words = words
+    try:
+        try:
+            from cubegrad.study import commands
+        except ImportError as error:
+            raise StudyError(f"{error.name} is missing; pip install 'cubegrad[study]'") from None
+        commands.COMMANDS[options.command](options)
+    except StudyError as error:
+        sys.stderr.write(f"cubegrad: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("\ncubegrad: stopped; the same command goes on where it was\n")
+        return 130
+    except BrokenPipeError:  # `cubegrad problems | head`
+        sys.stderr.close()
+    return 0

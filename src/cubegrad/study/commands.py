@@ -1,0 +1,219 @@
+"""What each command of `cubegrad` does, from its parsed options."""
+
+import contextlib
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cubegrad.study import catalogue, methods, report, schedules, workers
+from cubegrad.study.grid import parse_grid, parse_values
+from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
+from cubegrad.study.problem import Preset, Problem, Setup, StudyError
+from cubegrad.study.progress import Progress
+from cubegrad.study.records import Record, Runs, existing
+from cubegrad.study.sweep import Plan, Sweep
+from cubegrad.study.train import Place
+from cubegrad.study.workers import Machine
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def problems(_: Namespace) -> None:
+    for name in catalogue.NAMES:
+        problem = catalogue.find(name)
+        say(f"{problem.name}: {problem.description}; data: {problem.data}")
+        for preset_name, preset in problem.presets.items():
+            about = f"{preset.epochs} epochs, batch {preset.batch}, {preset.schedule}"
+            size = f", {preset.size}" if preset.size else ""
+            say(f"    --preset {preset_name:<6} {about}{size}; {preset.seeds} seeds")
+    say(f"\nyour own: your_module:your_function\nmethods: {', '.join(METHODS)}")
+    say(f"figures: {', '.join(FIGURES)}")
+
+
+def train(options: Namespace) -> None:
+    problem, name, preset = _problem(options)
+    entry = methods.entry(options.method, preset)
+    lr, decay = _setting(options, problem, entry)
+    plan = Plan(problem, name, preset, [entry], _device(options, name))
+    with _sweeping(options, plan, 1) as sweep:
+        settings = plan.settings(entry, (lr, decay), options.seed, hold_out=False)
+        known = settings.key in sweep.records
+        (record,) = sweep.do([settings])
+    say(f"{_result(record)}{' (run before)' if known else ''}")
+    say(f"Record: {sweep.runs.path}")
+
+
+def sweep(options: Namespace) -> None:
+    plan = replace(_plan(options), search_seeds=options.seeds or 1)
+    with _sweeping(options, plan, _workers(options, plan)) as doing:
+        doing.search()
+    _report(doing.runs)
+
+
+def compare(options: Namespace) -> None:
+    plan = replace(_plan(options), search_seeds=options.search_seeds)
+    with _sweeping(options, plan, _workers(options, plan)) as doing:
+        found = doing.search()
+        doing.repeat(found, options.seeds or plan.preset.seeds)
+    _report(doing.runs)
+
+
+def make_report(options: Namespace) -> None:
+    _report(existing(options.runs))
+
+
+COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "problems": problems,
+    "train": train,
+    "sweep": sweep,
+    "compare": compare,
+    "report": make_report,
+}
+
+
+@contextlib.contextmanager
+def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
+    """A sweep with its directory held, broken records told of, and the bar closed at the end."""
+    place = Place(options.data, options.download)
+    if plan.problem.check_data is not None:
+        device = torch.device(plan.device)
+        plan.problem.check_data(
+            Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
+        )
+    runs = _runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
+    with runs.held():
+        progress = Progress()
+        for line in runs.repair():
+            progress.say(f"{line}: set aside, and its run is done again")
+        runs.log(shlex.join(["cubegrad", *options.words]))
+        machine = Machine(options.problem, place, workers)
+        try:
+            yield Sweep(plan, runs, machine, progress)
+        finally:
+            machine.close()
+            progress.close()
+
+
+def _runs(folder: Path) -> Runs:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StudyError(f"--out {folder} cannot be made ({error}); use another") from None
+    return Runs(folder)
+
+
+def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
+    problem = catalogue.find(options.problem)
+    default = "cpu" if "cpu" in problem.presets else next(iter(problem.presets))
+    name = options.preset or default
+    if name not in problem.presets:
+        raise StudyError(
+            f"problem {problem.name!r} has no preset {name!r}; use {', '.join(problem.presets)}"
+        )
+    preset = problem.presets[name]
+    preset = replace(
+        preset,
+        epochs=options.epochs or preset.epochs,
+        batch=options.batch or preset.batch,
+        schedule=options.schedule or preset.schedule,
+    )
+    schedules.check(preset.schedule)
+    return problem, name, preset
+
+
+def _device(options: Namespace, preset: str) -> str:
+    device: str = options.device or ("cuda" if preset in ("gpu", "paper") else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        asked = "--device cuda" if options.device else f"preset {preset!r}"
+        raise StudyError(
+            f"{asked} needs a GPU and torch sees none; use --preset cpu, or --device cpu"
+        )
+    return device
+
+
+def _plan(options: Namespace) -> Plan:
+    problem, name, preset = _problem(options)
+    grid = parse_grid(options.grid or preset.grid)
+    lrs = parse_values(options.lr, grid, "lr") if options.lr else ()
+    if 0.0 in lrs:
+        raise StudyError("--lr 0 moves nothing; use values > 0, such as 1e-4..1e-1")
+    decays = parse_values(options.decay, grid, "decay") if options.decay else preset.decays
+    return Plan(
+        problem,
+        name,
+        preset,
+        _entries(options, preset),
+        _device(options, name),
+        lrs,
+        tuple(decays),
+        grid,
+        options.widen,
+        hold_out=options.select == "valid",
+    )
+
+
+def _entries(options: Namespace, preset: Preset) -> list[Entry]:
+    if options.figure is None:
+        texts = options.methods.split(",") if options.methods else preset.methods
+    elif options.figure in FIGURES:
+        texts = [text for row in FIGURES[options.figure] for text in row]
+    else:
+        raise StudyError(f"unknown figure {options.figure!r}; use {' or '.join(FIGURES)}")
+    if options.figure and options.methods:
+        raise StudyError("--figure has methods of its own; leave out --methods")
+    return list(dict.fromkeys(methods.entry(text, preset) for text in texts))
+
+
+def _setting(options: Namespace, problem: Problem, entry: Entry) -> tuple[float, float]:
+    table = PAPER.get(problem.paper)
+    paper = table.best.get(entry.method) if table else None
+    if options.lr is None and paper is None:
+        raise StudyError(f"no lr is known for {entry.method} on {problem.name}; give --lr")
+    values = []
+    for name, text, known in (
+        ("lr", options.lr, paper.lr if paper else 0.0),
+        ("decay", options.decay, paper.decay if paper else 0.0),
+    ):
+        given = parse_values(text, parse_grid("1"), name) if text is not None else (known,)
+        if len(given) != 1 or (text is not None and ".." in text):
+            raise StudyError(f"--{name} {text}: train takes one value; use cubegrad sweep for more")
+        values.append(given[0])
+    if values[0] == 0:
+        raise StudyError("--lr 0 moves nothing; use a value > 0, such as 1e-3")
+    return values[0], values[1]
+
+
+def _workers(options: Namespace, plan: Plan) -> int:
+    device = torch.device(plan.device)
+    default = workers.default_workers(device, plan.preset.threads)
+    return options.workers or default
+
+
+def _result(record: Record) -> str:
+    s, metric, unit = record.settings, record.about["metric"], record.about["unit"]
+    value = record.last(metric)
+    result = "diverged" if value is None else f"test {metric} {value:.6g}{unit}"
+    where = f"{s.problem}, {s.method}, lr {s.lr:g}, decay {s.decay:g}, seed {s.seed}"
+    return (
+        f"{where}: {result} after {len(record.curve['train_loss'])} epochs, {record.seconds:.1f} s"
+    )
+
+
+def _report(runs: Runs) -> None:
+    records, broken = runs.load()
+    for line in broken:
+        sys.stderr.write(f"{line}: left out; the command that made it runs it again\n")
+    folder = runs.folder / "report"
+    say(report.write(records.values(), folder, runs.commands()))
+    say(
+        f"\nPage: {folder / 'index.html'}\nReport: {folder / 'report.md'}, with its plots beside it"
+    )
+    say(f"Records: {runs.path}")

@@ -1,0 +1,223 @@
+"""Statistics -> plots, in the paper's layout: test left, training right, ± two standard errors."""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from cubegrad.study.methods import METHODS
+from cubegrad.study.statistics import Estimate, Judge, Summary
+
+# Okabe and Ito's, which colour-blind readers can tell apart; the lines differ too, for print.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
+# Text stays text, and the same numbers give the same file.
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
+
+
+def names(summaries: Sequence[Summary]) -> dict[str, str]:
+    """What to call each entry: its method, with the schedule where that differs."""
+    several = len({summary.entry.partition("@")[2] for summary in summaries}) > 1
+    labels = {}
+    for summary in summaries:
+        method, _, schedule = summary.entry.partition("@")
+        label = METHODS[method].label if method in METHODS else method
+        labels[summary.entry] = f"{label}, {schedule}" if several else label
+    return labels
+
+
+def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """One row of panels a schedule, as in the paper's figure on dual averaging.
+
+    A method under several schedules is one row: there the schedules are what is compared.
+    """
+    methods = {summary.entry.partition("@")[0] for summary in summaries}
+    schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
+    if len(methods) == 1 or len(schedules) == 1:
+        return [list(summaries)]
+    return [[s for s in summaries if s.entry.partition("@")[2] == one] for one in schedules]
+
+
+def style(summaries: Sequence[Summary]) -> dict[str, int]:
+    """A colour and line for each entry; the same method keeps its own from row to row."""
+    keys = [_colour_key(summary, summaries) for summary in summaries]
+    others = [key for key in dict.fromkeys(keys) if key not in FIXED]
+    taken = {FIXED[key] for key in keys if key in FIXED}
+    free = [*range(len(FIXED), len(COLOURS)), *(set(FIXED.values()) - taken)]
+    chosen = {key: free[place % len(free)] for place, key in enumerate(others)} | FIXED
+    return {s.entry: chosen[key] for s, key in zip(summaries, keys, strict=True)}
+
+
+def _colour_key(summary: Summary, summaries: Sequence[Summary]) -> str:
+    return (
+        summary.entry.partition("@")[0] if len(rows(summaries)) > 1 else _alone(summary, summaries)
+    )
+
+
+def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
+    method = summary.entry.partition("@")[0]
+    same = [other for other in summaries if other.entry.partition("@")[0] == method]
+    return method if len(same) == 1 else summary.entry
+
+
+def draw_curves(
+    axes: Axes, summaries: Sequence[Summary], metric: str, styles: dict[str, int], log: bool
+) -> None:
+    labels = names(summaries)
+    for summary in summaries:
+        curve, index = summary.curves.get(metric), styles[summary.entry]
+        if not curve or summary.best is None:
+            continue
+        epochs = range(1, len(curve) + 1)
+        low, mean, high = zip(*(_band(point) for point in curve), strict=True)
+        if log:
+            low = tuple(max(value, middle / 10) for value, middle in zip(low, mean, strict=True))
+        label = f"{labels[summary.entry]}, lr {summary.best[0]:g}"
+        axes.plot(epochs, mean, linestyle=LINES[index], color=COLOURS[index], label=label)
+        axes.fill_between(epochs, low, high, color=COLOURS[index], alpha=0.15, linewidth=0)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if log:
+        axes.set_yscale("log")
+
+
+def _band(point: Estimate) -> tuple[float, float, float]:
+    error = point.error or 0.0
+    return point.mean - error, point.mean, point.mean + error
+
+
+def draw_test(
+    axes: Axes, summaries: Sequence[Summary], judge: Judge, unit: str, styles: dict[str, int]
+) -> None:
+    draw_curves(axes, summaries, judge.metric, styles, log=False)
+    axes.set_ylabel(f"test {judge.metric}{f', {unit}' if unit else ''}")
+    # The climb of the first quarter would flatten what is to be compared.
+    late = [
+        point.mean
+        for summary in summaries
+        for point in summary.curves.get(judge.metric, [])[_quarter(summary, judge.metric) :]
+    ]
+    if late and max(late) > min(late):
+        margin = 0.08 * (max(late) - min(late))
+        axes.set_ylim(min(late) - margin, max(late) + margin)
+
+
+def _quarter(summary: Summary, metric: str) -> int:
+    return len(summary.curves.get(metric, [])) // 4
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:  # matplotlib warns of an empty one
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_train(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int]) -> None:
+    draw_curves(axes, summaries, "train_loss", styles, log=True)
+    axes.set_ylabel("training loss")
+    _legend(axes)
+
+
+def draw_lrs(
+    axes: Axes, summaries: Sequence[Summary], judge: Judge, unit: str, styles: dict[str, int]
+) -> None:
+    """The metric of the search by learning rate; a cross at the bottom is a diverged run."""
+    labels = names(summaries)
+    for summary in summaries:
+        index = styles[summary.entry]
+        known = [(lr, value) for lr, value in summary.lr_curve if value is not None]
+        lost = [lr for lr, value in summary.lr_curve if value is None]
+        if known:
+            axes.plot(
+                *zip(*known, strict=True),
+                linestyle=LINES[index],
+                color=COLOURS[index],
+                marker="o",
+                markersize=4,
+                label=labels[summary.entry],
+            )
+        if lost:
+            bottom = axes.get_xaxis_transform()
+            axes.plot(lost, [0.02] * len(lost), "x", color=COLOURS[index], transform=bottom)
+    values = sorted(v for s in summaries for _, v in s.lr_curve if v is not None)
+    if len(values) > 1 and values[-1] > values[0]:
+        _zoom(axes, values, judge.higher_is_better)
+    axes.set(
+        xscale="log", xlabel="learning rate", ylabel=f"{judge.metric}{f', {unit}' if unit else ''}"
+    )
+    axes.grid(alpha=0.3)
+    _legend(axes)
+
+
+def _zoom(axes: Axes, values: list[float], higher_is_better: bool) -> None:
+    """Show the better three quarters: one rate that learns nothing would flatten the rest."""
+    cut = len(values) // 4
+    low, high = (values[cut], values[-1]) if higher_is_better else (values[0], values[-1 - cut])
+    margin = 0.08 * (high - low) or 0.1 * abs(high) or math.ulp(1.0)
+    axes.set_ylim(low - margin, high + margin)
+
+
+def _name_row(axes: Axes, line: Sequence[Summary], several: bool) -> None:
+    if several:
+        axes.set_title(line[0].entry.partition("@")[2], loc="left", fontsize=10)
+
+
+def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
+    """The whole figure: a row a schedule, test left and training right."""
+    lines, styles = rows(summaries), style(summaries)
+    figure = Figure(figsize=(10, 4 * len(lines) + 0.4), layout="constrained")
+    panels = figure.subplots(len(lines), 2, squeeze=False)
+    for line, (left, right) in zip(lines, panels, strict=True):
+        draw_test(left, line, judge, unit, styles)
+        draw_train(right, line, styles)
+        _name_row(left, line, len(lines) > 1)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def lr_figure(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
+    """A panel a row of `curves`."""
+    lines, styles = rows(summaries), style(summaries)
+    figure = Figure(figsize=(7, 4 * len(lines) + 0.4), layout="constrained")
+    for line, (axes,) in zip(lines, figure.subplots(len(lines), 1, squeeze=False), strict=True):
+        draw_lrs(axes, line, judge, unit, styles)
+        _name_row(axes, line, len(lines) > 1)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[tuple[Figure, ...]]:
+    """By row: test, training and learning rates, each a figure of its own for a narrow page."""
+    lines, styles, made = rows(summaries), style(summaries), []
+    for line in lines:
+        figures = tuple(Figure(figsize=(5, 4), layout="constrained") for _ in range(3))
+        test, train, lrs = (figure.subplots() for figure in figures)
+        draw_test(test, line, judge, unit, styles)
+        draw_train(train, line, styles)
+        draw_lrs(lrs, line, judge, unit, styles)
+        for axes in (test, train, lrs):
+            _name_row(axes, line, len(lines) > 1)
+        made.append(figures)
+    return made
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As PNG and as SVG."""
+    with mpl.rc_context(STYLE):
+        figure.savefig(path.with_suffix(".png"), dpi=150)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def inline(figure: Figure) -> str:
+    """The <svg> element alone, as wide as its place."""
+    text = io.StringIO()
+    with mpl.rc_context(STYLE):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]

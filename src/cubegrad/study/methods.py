@@ -1,0 +1,196 @@
+"""The optimizers that are compared, and what the paper says of them, as data."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+import cubegrad
+from cubegrad import family
+from cubegrad.study import schedules
+from cubegrad.study.problem import Preset, StudyError
+
+Make = Callable[..., Optimizer]
+
+
+class Method(NamedTuple):
+    label: str
+    make: Make  # of parameters, lr and weight_decay
+    lrs: tuple[float, float]  # the first grid, unless the problem knows better
+
+
+METHODS: dict[str, Method] = {
+    "madgrad": Method("MADGRAD", cubegrad.MADGRAD, (1e-4, 1e-2)),
+    "mirror-madgrad": Method("MirrorMADGRAD", cubegrad.MirrorMADGRAD, (1e-4, 1e-2)),
+    "sgd": Method("SGD", partial(SGD, momentum=0.9), (1e-2, 1.0)),
+    "sgd-plain": Method("SGD, no momentum", SGD, (1e-2, 1.0)),
+    "adam": Method("Adam", Adam, (1e-4, 1e-2)),
+    "adagrad": Method("AdaGrad", Adagrad, (1e-2, 1.0)),
+    "da": Method("DA", family.DA, (1e-1, 1e1)),
+    "weighted-da": Method("weighted DA", family.WeightedDA, (1e-2, 1.0)),
+    "adagrad-da": Method("AdaGrad-DA", family.AdaGradDA, (1e-4, 1e-2)),
+    "unweighted-denominator": Method(
+        "unweighted denominator", family.UnweightedDenominator, (1e-5, 1e-3)
+    ),
+    "weighted-denominator": Method(
+        "weighted denominator", family.WeightedDenominator, (1e-5, 1e-3)
+    ),
+    "weighted-numerator": Method("weighted numerator", family.WeightedNumerator, (1e-4, 1e-2)),
+    "family-madgrad": Method("MADGRAD (family)", family.MADGRAD, (1e-4, 1e-2)),
+    # The theorems' G is a bound no one has for a network; 1 is of the size of a large gradient.
+    "theoretical-madgrad": Method(
+        "theoretical MADGRAD", partial(family.TheoreticalMADGRAD, grad_bound=1.0), (1e-2, 1.0)
+    ),
+    "inline-sgd": Method("SGD by averaging", family.InlineAveragedSGD, (1e-1, 1e1)),
+}
+
+
+def make(name: str, params: Iterable[Tensor], lr: float, decay: float) -> Optimizer:
+    return METHODS[name].make(params, lr=lr, weight_decay=decay)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method under a schedule: one line of a figure."""
+
+    method: str
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.method}@{self.schedule}"
+
+    def lrs(self, preset: Preset) -> tuple[float, float]:
+        """Where the search starts; under a/√(i+b), with the same rates at the first step."""
+        low, high = preset.lrs.get(self.method, METHODS[self.method].lrs)
+        name, _, b = self.schedule.partition(":")
+        scale = math.sqrt(float(b)) if name == "sqrt" else 1.0
+        return low * scale, high * scale
+
+
+def entry(text: str, preset: Preset) -> Entry:
+    """`madgrad`, or `madgrad@flat`; `staged` is the preset's tenthing, or the paper's."""
+    name, _, schedule = text.strip().partition("@")
+    if name not in METHODS:
+        raise StudyError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
+    if schedule == "staged":
+        staged = preset.schedule.startswith("tenthing")
+        schedule = preset.schedule if staged else PAPER_STAGES
+    schedules.check(schedule or preset.schedule)
+    return Entry(name, schedule or preset.schedule)
+
+
+PAPER_STAGES = "tenthing:50%-75%"  # epochs 150 and 225 of 300
+
+# Figures of the paper beside the main ones, as the rows of a comparison.
+FIGURES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dual-averaging": (
+        ("da@flat", "adagrad-da@flat", "adagrad@flat", "sgd-plain@flat"),
+        ("da@staged", "adagrad-da@staged", "adagrad@staged", "sgd-plain@staged"),
+    ),
+    "sqrt-decay": (
+        (
+            "sgd-plain@staged",
+            "sgd-plain@sqrt:1",
+            "sgd-plain@sqrt:10",
+            "sgd-plain@sqrt:100",
+            "sgd-plain@sqrt:1000",
+            "sgd-plain@sqrt:10000",
+        ),
+    ),
+}
+
+
+class PaperSetting(NamedTuple):
+    lr: float
+    decay: float
+    result: float | None = None  # at the end, where the text has a number
+
+
+class PaperProblem(NamedTuple):
+    """A table of the appendix "Parameter settings"."""
+
+    architecture: str
+    length: str
+    batch: str
+    schedule: str
+    seeds: int
+    result: str  # what the numbers of `best` are, and what else the text has
+    best: dict[str, PaperSetting]
+
+
+PAPER: dict[str, PaperProblem] = {
+    "CIFAR10": PaperProblem(
+        "PreAct ResNet152, 58,144,842 parameters",
+        "300 epochs",
+        "128",
+        "tenthing:150-225",
+        10,
+        "the text has no final accuracies for this problem, only curves",
+        {
+            "madgrad": PaperSetting(2.5e-4, 1e-4),
+            "adagrad": PaperSetting(0.01, 1e-4),
+            "adam": PaperSetting(2.5e-4, 1e-4),
+            "sgd": PaperSetting(0.1, 1e-4),
+        },
+    ),
+    "ImageNet": PaperProblem(
+        "ResNet50",
+        "90 epochs",
+        "8 x 32",
+        "tenthing:30-60-90",
+        5,
+        "the text has one accuracy, MADGRAD's 75.87 at epoch 70",
+        {
+            "madgrad": PaperSetting(1e-3, 2.5e-5),
+            "adagrad": PaperSetting(0.01, 1e-4),
+            "adam": PaperSetting(2.5e-4, 1e-4),
+            "sgd": PaperSetting(0.1, 1e-4),
+        },
+    ),
+    "fastMRI": PaperProblem(
+        "12 layer VarNet 2, 12,931,532 parameters",
+        "50 epochs",
+        "8 x 1",
+        "tenthing:40",
+        5,
+        "the text has no numbers for this problem, only curves",
+        {
+            "madgrad": PaperSetting(0.01, 0.0),
+            "adagrad": PaperSetting(0.25, 0.0),
+            "adam": PaperSetting(2.5e-4, 0.0),
+            "sgd": PaperSetting(0.01, 0.0),
+        },
+    ),
+    "IWSLT14": PaperProblem(
+        "lstm_wiseman_iwslt_de_en",
+        "60,000 updates",
+        "4096 tokens",
+        "inverse-sqrt:4000",
+        10,
+        "test loss",
+        {
+            "madgrad": PaperSetting(0.025, 5e-6, 4.33),
+            "adagrad": PaperSetting(0.25, 1e-5, 4.38),
+            "adam": PaperSetting(0.01, 0.05, 4.35),
+            "sgd": PaperSetting(1.0, 1e-5),
+        },
+    ),
+    "BookWiki": PaperProblem(
+        "roberta_base, 110M parameters",
+        "20,000 updates",
+        "8 x 16 sentences x 16 updates",
+        "polynomial:10000",
+        5,
+        "test loss",
+        {
+            "madgrad": PaperSetting(0.005, 0.0, 2.07),
+            "adagrad": PaperSetting(0.01, 0.0),
+            "adam": PaperSetting(0.001, 0.0, 2.09),
+            "sgd": PaperSetting(1.0, 0.0),
+        },
+    ),
+}

@@ -1,0 +1,1 @@
+"""One file a problem, each with a function `problem()`."""

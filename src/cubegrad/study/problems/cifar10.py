@@ -1,0 +1,257 @@
+"""CIFAR-10 with pre-activation residual networks, as in the paper's section on it.
+
+The data lies on the device in bytes and is cropped and flipped there. On a GPU the convolutions
+run in bfloat16, and a batch's loss and gradients are one CUDA graph of compiled code.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.optim import Optimizer
+
+from cubegrad.study import data
+from cubegrad.study.data import Images
+from cubegrad.study.problem import Preset, Problem, Setup, Split, Task
+from cubegrad.study.problems.preact import STAGES_18, STAGES_152, PreActResNet
+
+SIDE = 32
+PADDING = 4
+HELD_OUT = 0.1  # of the training set, its last images; the publisher has shuffled them
+TEST_BATCH = 1000
+CROPPED_AT_ONCE = 8192  # images; their indices take 8 KiB each for a moment
+WARM_UP = 3  # steps, in which cuDNN and Triton choose their kernels
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@lru_cache(maxsize=1)
+def parts(
+    folder: Path, download: bool, hold_out: bool, sizes: tuple[int, int], device: torch.device
+) -> dict[Split, Images]:
+    """The sets on the device, their first `sizes` images to train and test with, channels last."""
+    train, test = data.cifar10(folder, download)
+    train, test = (
+        Images(images[:size].permute(0, 2, 3, 1).contiguous().to(device), labels[:size].to(device))
+        for (images, labels), size in zip((train, test), sizes, strict=True)
+    )
+    if not hold_out:
+        return {"train": train, "test": test}
+    kept = len(train.labels) - round(HELD_OUT * len(train.labels))
+    valid = Images(train.images[kept:], train.labels[kept:])
+    return {"train": Images(train.images[:kept], train.labels[:kept]), "valid": valid, "test": test}
+
+
+def augmented(train: Images, batch: int, generator: Generator) -> Iterator[Images]:
+    """An epoch's batches, in random order: each image moved by up to 4 px, half of them mirrored.
+
+    What comes in at the edge is black, as it is where images are padded before they are centred.
+    """
+    device = train.images.device
+    count = len(train.labels)
+    padded = pad(train.images, (0, 0, PADDING, PADDING, PADDING, PADDING))
+    order = torch.randperm(count, generator=generator, device=device)
+    shifts = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator, device=device)
+    mirrored = torch.randint(2, (count, 1), generator=generator, device=device, dtype=torch.bool)
+    across = torch.arange(SIDE, device=device)
+    rows = shifts[0] + across
+    columns = shifts[1] + torch.where(mirrored, across.flip(0), across)
+    at_once = max(CROPPED_AT_ONCE // batch, 1) * batch
+    for start in range(0, count, at_once):
+        some = slice(start, start + at_once)
+        images = padded[order[some, None, None], rows[some, :, None], columns[some, None, :]]
+        labels = train.labels[order[some]]
+        for first in range(0, len(labels), batch):
+            yield Images(images[first : first + batch], labels[first : first + batch])
+
+
+def scores(model: nn.Module, images: Tensor) -> Tensor:
+    """The classes' scores of images in bytes, which are centred around 0.5."""
+    centred = images.permute(0, 3, 1, 2).float() / 255 - 0.5
+    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    mixed = torch.autocast("cuda", torch.bfloat16, images.is_cuda, cache_enabled=False)
+    with mixed:
+        out: Tensor = model(centred)
+    return out.float()
+
+
+def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(scores(model, images), labels)
+
+
+@cache
+def compiled_loss() -> Loss:
+    """Compiled once for all models of one shape that a process trains."""
+    return torch.compile(mean_loss, dynamic=False)
+
+
+class GraphedStep:
+    """`Task.step` on a GPU: replays a batch's loss and gradients, then steps the optimizer."""
+
+    def __init__(self, model: nn.Module, full: int, loss: Loss) -> None:
+        self.model = model
+        self.full = full  # the size of all batches but the last
+        self.loss = loss
+        self.captured: dict[int, _Captured] = {}
+
+    def __call__(self, optimizer: Optimizer, batch: Images) -> Tensor:
+        count = len(batch.labels)
+        if count not in self.captured:
+            # The last batch of an epoch is not worth a second compilation.
+            loss = self.loss if count == self.full else mean_loss
+            self.captured[count] = _Captured(self.model, loss, batch)
+        loss_value = self.captured[count].replay(batch)
+        optimizer.step()
+        return loss_value
+
+
+class _Captured:
+    """One batch size's loss and gradients as a CUDA graph."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Images) -> None:
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.batch = Images(batch.images.clone(), batch.labels.clone())
+        self.graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        chosen = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.cuda.stream(stream):
+                self._warm_up(model, loss)
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.loss = loss(model, *self.batch)
+                self.loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            torch.backends.cudnn.benchmark = chosen
+        self.loss = self.loss.detach()
+        self.grads = [param.grad for param in self.params]
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
+        """Steps that leave no trace: the running means are put back, the gradients dropped."""
+        kept = [buffer.clone() for buffer in model.buffers()]
+        for _ in range(WARM_UP):
+            self._drop_gradients()
+            loss(model, *self.batch).backward()  # type: ignore[no-untyped-call]
+        self._drop_gradients()  # the graph's own must be new, so that it writes and never adds
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+
+    def _drop_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def replay(self, batch: Images) -> Tensor:
+        self.batch.images.copy_(batch.images)
+        self.batch.labels.copy_(batch.labels)
+        self.graph.replay()
+        if self.params[0].grad is not self.grads[0]:  # another batch size's were the last
+            for param, grad in zip(self.params, self.grads, strict=True):
+                param.grad = grad
+        return self.loss.clone()
+
+
+def build(setup: Setup) -> Task:
+    options = setup.preset.options
+    sizes = (options["train"], options["test"])
+    sets = parts(setup.data, setup.download, setup.hold_out, sizes, setup.device)
+    train = sets["train"]
+    batch = setup.preset.batch
+    model = PreActResNet(options["stages"], options["bottleneck"], options["width"])
+    model = model.to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def batches(epoch: int) -> Iterator[Images]:
+        generator = Generator(setup.device).manual_seed(1_000_003 * setup.seed + epoch)
+        return augmented(train, batch, generator)
+
+    def loss(model: nn.Module, batch: Images) -> Tensor:
+        return mean_loss(model, batch.images, batch.labels)
+
+    def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
+        return judged(model, sets[part])
+
+    step = None
+    if setup.device.type == "cuda":
+        step = GraphedStep(model, batch, compiled_loss() if options["compile"] else mean_loss)
+    steps = -(-len(train.labels) // batch)
+    return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
+
+
+@torch.no_grad()
+def judged(model: nn.Module, examples: Images) -> dict[str, float]:
+    """Mean loss and accuracy in percent; the host waits for the device once."""
+    was_training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=examples.images.device)
+    for first in range(0, len(examples.labels), TEST_BATCH):
+        labels = examples.labels[first : first + TEST_BATCH]
+        out = scores(model, examples.images[first : first + TEST_BATCH])
+        right = (out.argmax(1) == labels).sum()
+        total += torch.stack([cross_entropy(out, labels, reduction="sum").double(), right.double()])
+    model.train(was_training)
+    loss, right_count = (total / len(examples.labels)).tolist()
+    return {"loss": loss, "accuracy": 100 * right_count}
+
+
+def check_data(setup: Setup) -> None:
+    data.cifar10(setup.data, setup.download)
+
+
+def problem() -> Problem:
+    whole: dict[str, Any] = {"train": 50_000, "test": 10_000, "compile": True, "width": 64}
+    gpu = Preset(
+        epochs=36,
+        batch=128,
+        schedule="tenthing:50%-75%",
+        seeds=3,
+        decays=(1e-4, 5e-4),
+        lrs={
+            "madgrad": (1e-4, 5e-4),
+            "sgd": (5e-2, 2.5e-1),
+            "adam": (1e-4, 5e-4),
+            "adagrad": (1e-2, 5e-2),
+        },
+        size="PreAct ResNet-18, 11,171,146 parameters",
+        options={**whole, "stages": STAGES_18, "bottleneck": False},
+    )
+    paper = replace(
+        gpu,
+        epochs=300,
+        schedule="tenthing:150-225",
+        seeds=10,
+        size="PreAct ResNet-152, 58,144,842 parameters",
+        options={**whole, "stages": STAGES_152, "bottleneck": True},
+    )
+    few = {"train": 1000, "test": 500, "compile": False, "width": 8}
+    cpu = replace(
+        gpu,
+        epochs=6,
+        batch=32,
+        decays=(1e-4,),
+        lrs={
+            "madgrad": (1e-3, 5e-3),
+            "sgd": (1e-2, 5e-2),
+            "adam": (1e-3, 5e-3),
+            "adagrad": (2.5e-2, 1e-1),
+        },
+        size="PreAct ResNet-8, 19,794 parameters, on 1,000 images",
+        options={**few, "stages": (1, 1, 1), "bottleneck": False},
+    )
+    return Problem(
+        name="cifar10",
+        description="PreAct ResNets on CIFAR-10, with flips and crops",
+        build=build,
+        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        metric="accuracy",
+        higher_is_better=True,
+        unit="%",
+        data=" or ".join(source.url for source in data.CIFAR10),
+        paper="CIFAR10",
+        check_data=check_data,
+    )

@@ -1,0 +1,78 @@
+"""How far a sweep is: a bar with the time left in a terminal, plain lines in a log."""
+
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+from cubegrad.study.records import Record
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Progress:
+    """Counts epochs, as runs of one sweep are equally long in them."""
+
+    def __init__(self, stream: TextIO | None = None, every: float = 10.0) -> None:
+        self.stream = stream or sys.stderr
+        self.every = every
+        self.runs = self.total_runs = self.passed = self.total = 0
+        self.start = self.told = time.monotonic()
+        self.first: tuple[float, int] | None = None  # time and epochs when the first ones were done
+        terminal = self.stream.isatty()
+        self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
+
+    def add(self, runs: int, epochs: int) -> None:
+        self.total_runs += runs
+        self.total += epochs
+        if self.bar is not None:
+            self.bar.total = self.total
+            self.bar.refresh()
+
+    def epochs(self, count: int) -> None:
+        self.passed += count
+        if count and self.first is None:
+            self.first = time.monotonic(), self.passed
+        if self.bar is not None:
+            self.bar.update(count)
+        elif time.monotonic() - self.told >= self.every:
+            self.told = time.monotonic()
+            self.stream.write(f"{self.line()}\n")
+            self.stream.flush()
+
+    def line(self) -> str:
+        now = time.monotonic()
+        # From the first epochs on: what came before is the start of the workers, done once.
+        begun, done = self.first or (now, self.passed)
+        rate = (self.passed - done) / (now - begun) if self.passed > done and now > begun else 0
+        left = f"about {duration((self.total - self.passed) / rate)}" if rate else "unknown time"
+        return (
+            f"{self.runs}/{self.total_runs} runs, {self.passed}/{self.total} epochs, "
+            f"{duration(now - self.start)} gone, {left} left"
+        )
+
+    def finished(self, record: Record, metric: str) -> None:
+        self.runs += 1
+        if self.bar is not None:
+            value = record.last(metric)
+            result = "diverged" if value is None else f"{metric} {value:.4g}"
+            self.bar.set_description(
+                f"{self.runs}/{self.total_runs} runs, {record.settings.method}"
+            )
+            self.bar.set_postfix_str(result)
+
+    def say(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.stream)
+        else:
+            self.stream.write(f"{text}\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()

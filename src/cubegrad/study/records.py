@@ -1,0 +1,234 @@
+"""One JSON line a run, in RUNS_DIR/records.jsonl: settings, curve, versions, commit, machine kind.
+
+A line is written at once and synced, and carries a checksum; a torn or altered one is found when
+the file is read, told of, set aside and its run done again.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cubegrad
+from cubegrad.study.problem import StudyError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two sweeps of one directory are then not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the numbers of a run, and with them its key."""
+
+    problem: str
+    preset: str
+    epochs: int
+    batch: int
+    method: str
+    schedule: str
+    lr: float
+    decay: float
+    seed: int
+    hold_out: bool = False
+    device: str = "cpu"
+    options: str = "{}"  # of the preset, as JSON
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def entry(self) -> str:
+        return f"{self.method}@{self.schedule}"
+
+
+@dataclass(frozen=True)
+class Record:
+    settings: Settings
+    status: str  # "finished" or "diverged"
+    curve: dict[str, list[float | None]]  # "train_loss" and the metrics, by epoch; None: not finite
+    seconds: float
+    about: dict[str, Any] = field(default_factory=dict)  # the problem: metric, unit, description
+    machine: dict[str, Any] = field(default_factory=dict)  # kind, versions, commit, date
+
+    @property
+    def diverged(self) -> bool:
+        return self.status == "diverged"
+
+    def last(self, metric: str) -> float | None:
+        """The metric after the last epoch; None for a run that diverged."""
+        values = self.curve.get(metric)
+        return None if self.diverged or not values else values[-1]
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def to_line(record: Record) -> str:
+    body = {"key": record.settings.key, **asdict(record)}
+    return json.dumps({**body, "check": _checksum(body)}, allow_nan=False) + "\n"
+
+
+def from_line(line: str) -> Record:
+    """Raises ValueError where the line is not one that `to_line` wrote."""
+    try:
+        body = json.loads(line)
+        check, key = body.pop("check"), body["key"]
+        settings = Settings(**body.pop("settings"))
+        record = Record(settings=settings, **{k: v for k, v in body.items() if k != "key"})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a record: {error}") from None
+    if check != _checksum({"key": key, **asdict(record)}) or key != settings.key:
+        raise ValueError("altered: its checksum does not fit")
+    return record
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+class Runs:
+    """A directory of runs: records, and the checkpoints of runs under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "records.jsonl"
+
+    def checkpoint(self, settings: Settings) -> Path:
+        return self.folder / "checkpoints" / f"{settings.key}.pt"
+
+    def load(self) -> tuple[dict[str, Record], list[str]]:
+        """Records by key, and what is wrong with each broken line."""
+        records: dict[str, Record] = {}
+        broken = []
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                record = from_line(line)
+            except ValueError as error:
+                broken.append(f"{self.path} line {number} is broken ({error})")
+            else:
+                records[record.settings.key] = record
+        return records, broken
+
+    def repair(self) -> list[str]:
+        """Move broken lines to records.broken and end the file with a whole line; says which."""
+        lines, (records, broken) = self._lines(), self.load()
+        if broken:
+            with (self.folder / "records.broken").open("a", encoding="utf-8") as aside:
+                aside.writelines(f"{line}\n" for line in lines if not _sound(line))
+            scratch = self.path.with_suffix(".new")
+            with scratch.open("w", encoding="utf-8") as file:
+                file.writelines(to_line(record) for record in records.values())
+                _sync(file.fileno())
+            scratch.replace(self.path)
+        elif lines and not self.path.read_bytes().endswith(b"\n"):  # whole but for its end
+            self._append("\n")
+        return broken
+
+    def append(self, record: Record) -> None:
+        self._append(to_line(record))
+        self.checkpoint(record.settings).unlink(missing_ok=True)
+
+    def log(self, command: str) -> None:
+        """Keep the command, once, for the report to say what made it."""
+        if command not in self.commands():
+            with (self.folder / "commands.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{command}\n")
+
+    def commands(self) -> list[str]:
+        path = self.folder / "commands.txt"
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def _append(self, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(text.encode())
+            _sync(file.fileno())
+
+    def _lines(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        # Split at "\n" only: a torn line may hold any bytes, other line ends among them.
+        text = self.path.read_bytes().decode("utf-8", errors="replace")
+        return [line for line in text.split("\n") if line.strip()]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No second sweep may write here meanwhile. The system lets go when the process dies."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise StudyError(
+                        f"{self.folder} is in use by another run; wait for it or use another --out"
+                    ) from None
+            yield
+
+
+def existing(folder: Path) -> Runs:
+    runs = Runs(folder)
+    if not runs.path.is_file():
+        raise StudyError(
+            f"{folder} is not a directory of runs (no records.jsonl); "
+            "give the --out of a sweep or compare"
+        )
+    return runs
+
+
+def _sound(line: str) -> bool:
+    try:
+        from_line(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+@cache
+def commit() -> str | None:
+    """Of the clone that cubegrad runs from, if it is one."""
+    where = Path(__file__).parent
+    command = ["git", "-C", str(where), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        tracked = ["git", "-C", str(where), "ls-files", "--error-unmatch", __file__]
+        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=10, check=True, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the run ran on, and with: kinds and versions, never names of hosts or people."""
+    kind = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        kind = f"{torch.cuda.get_device_name(device)}, {kind}"
+    return {
+        "kind": kind,
+        "threads": torch.get_num_threads(),
+        "cubegrad": cubegrad.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }

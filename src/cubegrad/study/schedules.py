@@ -1,0 +1,102 @@
+"""Learning-rate schedules: step -> factor of the learning rate, pure. Steps count from 0.
+
+As text, in presets and after `@` in the name of a method:
+
+    flat                 1
+    tenthing:150-225     a tenth from epoch 150, a hundredth from epoch 225; 50%-75% of the epochs
+    sqrt:100             1/√(i+100), so that the learning rate is the a of the paper's a/√(i+b)
+    inverse-sqrt:4000    up to 1 in 4,000 steps, then √(4000/(i+1))
+    polynomial:10000     up to 1 in 10,000 steps, then down to 0 at the last, in a line
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from cubegrad.study.problem import StudyError
+
+Schedule = Callable[[int], float]
+
+
+def flat(step: int) -> float:  # noqa: ARG001
+    return 1.0
+
+
+def tenthing(step: int, milestones: Sequence[int]) -> float:
+    """A tenth at each milestone, all in steps."""
+    return float(f"1e-{sum(step >= milestone for milestone in milestones)}")
+
+
+def sqrt_decay(step: int, b: float) -> float:
+    return 1 / math.sqrt(step + b)
+
+
+def inverse_sqrt(step: int, warmup: int) -> float:
+    """The first step already has 1/warmup: a step of rate 0 would be wasted."""
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    return math.sqrt(max(warmup, 1) / (step + 1))
+
+
+def polynomial(step: int, warmup: int, total: int, power: float = 1.0) -> float:
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    left = max(total - step, 0) / max(total - max(warmup - 1, 0), 1)
+    return float(min(left, 1.0) ** power)
+
+
+def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
+    """The schedule that a text names, over a run of so many steps."""
+    name, _, argument = spec.partition(":")
+    total = epochs * steps_per_epoch
+    if spec == "flat":
+        return flat
+    if name == "tenthing":
+        stops = [_epoch(part, spec, epochs) for part in argument.split("-")]
+        milestones = [round(stop * steps_per_epoch) for stop in stops]
+        return lambda step: tenthing(step, milestones)
+    if name == "sqrt":
+        b = _number(argument, spec)
+        return lambda step: sqrt_decay(step, b)
+    if name == "inverse-sqrt":
+        warmup = int(_number(argument, spec))
+        return lambda step: inverse_sqrt(step, warmup)
+    if name == "polynomial":
+        warmup = int(_number(argument, spec))
+        if warmup >= total:
+            raise StudyError(
+                f"schedule {spec!r} warms up for {warmup} steps and the run has {total}; "
+                f"use polynomial:{total // 10}"
+            )
+        return lambda step: polynomial(step, warmup, total)
+    raise _unknown(spec)
+
+
+def check(spec: str) -> None:
+    """Refuse a text that names no schedule. How long a warm-up may be, `parse` knows."""
+    if not spec.startswith("polynomial:"):
+        parse(spec, 1, 1)
+    else:
+        _number(spec.partition(":")[2], spec)
+
+
+def _epoch(part: str, spec: str, epochs: int) -> float:
+    if part.endswith("%"):
+        return _number(part[:-1], spec) / 100 * epochs
+    return _number(part, spec)
+
+
+def _number(text: str, spec: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise _unknown(spec) from None
+    if not 0 < value < math.inf:
+        raise StudyError(f"schedule {spec!r}: {text} must be > 0 and finite; see docs/study.md")
+    return value
+
+
+def _unknown(spec: str) -> StudyError:
+    return StudyError(
+        f"unknown schedule {spec!r}; use flat, tenthing:150-225, tenthing:50%-75%, sqrt:100, "
+        "inverse-sqrt:4000 or polynomial:10000"
+    )

@@ -1,0 +1,186 @@
+"""(problem, method, lr, decay, seed) -> Record. A killed run goes on where it was last saved."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cubegrad.study import methods, schedules
+from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
+from cubegrad.study.records import Record, Settings, finite, machine
+
+SAVE_EVERY = 10.0  # seconds: what a kill may cost, beside the epoch under way
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs run and read: what does not decide their numbers."""
+
+    data: Path = Path("data")
+    download: bool = False
+    save_every: float = SAVE_EVERY
+
+
+@dataclass
+class _Run:
+    """What a checkpoint holds."""
+
+    task: Task
+    optimizer: Optimizer
+    curve: dict[str, list[float | None]]
+    seconds: float = 0.0
+    epoch: int = 0
+
+    def save(self, path: Path, settings: Settings) -> None:
+        state = {
+            "key": settings.key,
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+            "curve": self.curve,
+            "model": self.task.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        with scratch.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+
+    def load(self, path: Path, settings: Settings, device: torch.device) -> None:
+        """Go on from a checkpoint, if there is one that can be read."""
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        except Exception:  # a damaged file makes torch raise whatever its bytes happen to spell
+            return
+        if state.get("key") != settings.key:
+            return
+        try:
+            self.task.model.load_state_dict(state["model"])
+        except RuntimeError:
+            raise StudyError(
+                f"{path} is of another model of this name; delete it, or use another --out"
+            ) from None
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, kept in self.task.keeps.items():
+            kept.load_state_dict(state["keeps"][name])
+        self.curve, self.seconds, self.epoch = state["curve"], state["seconds"], state["epoch"]
+
+
+def run(
+    problem: Problem,
+    settings: Settings,
+    place: Place,
+    checkpoint: Path | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Record:
+    """Train once. `tick` is called after each epoch, those of the checkpoint included."""
+    preset = preset_of(problem, settings)
+    device = torch.device(settings.device)
+    torch.set_num_threads(preset.threads)
+    torch.manual_seed(settings.seed)
+    setup = Setup(preset, settings.seed, device, place.data, settings.hold_out, place.download)
+    task = problem.build(setup)
+    optimizer = methods.make(settings.method, task.model.parameters(), settings.lr, settings.decay)
+    schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
+    state = _Run(task, optimizer, {"train_loss": []})
+    if checkpoint is not None:
+        state.load(checkpoint, settings, device)
+    for _ in range(state.epoch):
+        tick()
+    start = saved = time.monotonic()
+    begun = state.seconds
+    while state.epoch < settings.epochs and not diverged(state.curve):
+        _epoch(problem, settings, state, schedule)
+        now = time.monotonic()
+        state.seconds = begun + now - start
+        if checkpoint is not None and now - saved >= place.save_every:
+            state.save(checkpoint, settings)
+            saved = now
+        tick()
+    for _ in range(state.epoch, settings.epochs):
+        tick()
+    status = "diverged" if diverged(state.curve) else "finished"
+    seconds = round(state.seconds, 3)
+    return Record(settings, status, state.curve, seconds, about(problem), machine(device))
+
+
+def about(problem: Problem) -> dict[str, Any]:
+    """What a report has to know of the problem."""
+    names = ("description", "metric", "higher_is_better", "unit", "paper")
+    return {name: getattr(problem, name) for name in names}
+
+
+def preset_of(problem: Problem, settings: Settings) -> Preset:
+    """The preset with the lengths of the settings, which options of the command may change."""
+    preset = problem.presets[settings.preset]
+    return replace(preset, epochs=settings.epochs, batch=settings.batch)
+
+
+def diverged(curve: dict[str, list[float | None]]) -> bool:
+    """Whether the last epoch left anything that is not a finite number."""
+    return any(bool(values) and values[-1] is None for values in curve.values())
+
+
+def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.Schedule) -> None:
+    """Train for one epoch, evaluate, and add both to the curve."""
+    task, optimizer = run.task, run.optimizer
+    # Dropout and augmentation then depend on (seed, epoch) alone, and a resumed run repeats them.
+    torch.manual_seed(settings.seed * 1_000_003 + run.epoch + 1)
+    task.model.train()
+    total: Tensor | None = None
+    first, count = run.epoch * task.steps_per_epoch, 0
+    for batch in task.batches(run.epoch):
+        set_lr(optimizer, settings.lr * schedule(first + count))
+        loss = task.step(optimizer, batch) if task.step else _step(task, optimizer, batch)
+        # Summed on the device: reading each loss would make the host wait for every step.
+        total = loss.double() if total is None else total + loss
+        count += 1
+    if total is None:
+        raise StudyError(
+            f"problem {problem.name!r} has no batches in epoch {run.epoch}; use a smaller batch"
+        )
+    train_loss = total.item() / count
+    run.curve["train_loss"].append(finite(train_loss))
+    run.epoch += 1
+    if not math.isfinite(train_loss):
+        return
+    for name, value in _evaluate(problem, settings, task).items():
+        run.curve.setdefault(name, []).append(finite(value))
+
+
+def _evaluate(problem: Problem, settings: Settings, task: Task) -> dict[str, float]:
+    task.model.eval()
+    with torch.no_grad():
+        metrics = task.evaluate(task.model, "valid" if settings.hold_out else "test")
+    if problem.metric not in metrics:
+        raise StudyError(
+            f"problem {problem.name!r} is judged by {problem.metric!r} and its evaluate returns "
+            f"{', '.join(metrics) or 'nothing'}; return it too, or name another metric"
+        )
+    return metrics
+
+
+def _step(task: Task, optimizer: Optimizer, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = task.loss(task.model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.detach()
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # a captured graph reads this very tensor
+        else:
+            group["lr"] = lr

@@ -1,0 +1,108 @@
+"""Records survive what happens to files: torn lines, altered bytes, two writers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cubegrad.study import StudyError
+from cubegrad.study.records import Record, Runs, Settings, existing, from_line, to_line
+
+
+def record(seed: int) -> Record:
+    settings = Settings("toy", "cpu", 2, 16, "sgd", "flat", 2.5e-4, 0.0, seed)
+    curve: dict[str, list[float | None]] = {"train_loss": [0.1 + 0.2, None], "loss": [1 / 3]}
+    return Record(settings, "diverged", curve, 0.5, {"metric": "loss"}, {"torch": "x"})
+
+
+def test_a_record_comes_back_bit_for_bit() -> None:
+    line = to_line(record(3))
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert from_line(line) == record(3)
+
+
+def test_the_key_is_the_settings() -> None:
+    keys = {record(seed).settings.key for seed in range(5)}
+    assert len(keys) == 5
+    assert record(1).settings.key == record(1).settings.key
+    assert json.loads(to_line(record(1)))["key"] == record(1).settings.key
+
+
+def test_appending_and_loading(tmp_path: Path) -> None:
+    runs = Runs(tmp_path / "runs")
+    assert runs.load() == ({}, [])
+    for seed in range(3):
+        runs.append(record(seed))
+    records, broken = runs.load()
+    assert [r.settings.seed for r in records.values()] == [0, 1, 2]
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda line: line[: len(line) // 2],
+        lambda line: line.replace(b"0.30000000000000004", b"0.30000000000000014"),
+        lambda line: line.replace(b'"seed": 1', b'"seed": 9'),
+        lambda _: b"\xff\x00\x85 not text",
+        lambda _: b"3",
+        lambda _: b'{"check": 0}',
+    ],
+    ids=["torn", "altered number", "altered seed", "bytes", "a number", "no record"],
+)
+def test_a_broken_line_is_found_and_set_aside(tmp_path: Path, harm) -> None:
+    runs = Runs(tmp_path)
+    for seed in range(3):
+        runs.append(record(seed))
+    lines = runs.path.read_bytes().split(b"\n")
+    lines[1] = harm(lines[1])
+    runs.path.write_bytes(b"\n".join(lines))
+    (told,) = runs.repair()
+    assert told.startswith(f"{runs.path} line 2 is broken (")
+    assert (tmp_path / "records.broken").stat().st_size > 0
+    records, broken = runs.load()
+    assert [r.settings.seed for r in records.values()] == [0, 2]
+    assert broken == []
+
+
+@pytest.mark.parametrize("kept", [0.5, -1])
+def test_a_line_torn_at_the_end_never_spoils_the_next(tmp_path: Path, kept: float) -> None:
+    runs = Runs(tmp_path)
+    runs.append(record(0))
+    whole = to_line(record(1)).encode()
+    cut = int(len(whole) * kept) if kept > 0 else -1  # half a line, or all but its end
+    runs.path.write_bytes(runs.path.read_bytes() + whole[:cut])
+    assert len(runs.repair()) == (kept > 0)
+    runs.append(record(2))
+    seeds = [r.settings.seed for r in runs.load()[0].values()]
+    assert seeds == ([0, 2] if kept > 0 else [0, 1, 2])
+    assert runs.load()[1] == []
+
+
+def test_a_finished_run_leaves_no_checkpoint(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    path = runs.checkpoint(record(0).settings)
+    path.parent.mkdir()
+    path.write_bytes(b"state")
+    runs.append(record(0))
+    assert not path.exists()
+
+
+def test_two_sweeps_may_not_share_a_directory(tmp_path: Path) -> None:
+    with Runs(tmp_path).held(), pytest.raises(StudyError, match=r"in use.*another --out"):
+        Runs(tmp_path).held().__enter__()
+    with Runs(tmp_path).held():
+        assert (tmp_path / ".lock").exists()
+
+
+def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match=r"is not a directory of runs.*give the --out"):
+        existing(tmp_path)
+
+
+def test_commands_are_kept_once(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    for command in ("cubegrad sweep toy", "cubegrad sweep toy", "cubegrad report"):
+        runs.log(command)
+    assert runs.commands() == ["cubegrad sweep toy", "cubegrad report"]

@@ -1,0 +1,244 @@
+"""The report: tables against hand-made records, plots that are there, a page that needs nothing."""
+
+import re
+import struct
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from cubegrad.study import StudyError, figures, report
+from cubegrad.study.records import Record, Settings
+from cubegrad.study.statistics import Estimate
+
+ABOUT = {
+    "description": "a <net> & more",
+    "metric": "accuracy",
+    "higher_is_better": True,
+    "unit": "%",
+    "paper": "CIFAR10",
+}
+MACHINE = {
+    "kind": "one GPU", "torch": "2.x", "python": "3.x", "cubegrad": "0", "commit": "abc",
+    "date": "2026-01-02",
+}  # fmt: skip
+
+
+def record(
+    method: str, lr: float, seed: int, accuracy: float | None, schedule: str = "flat"
+) -> Record:
+    settings = Settings("cifar10", "gpu", 3, 128, method, schedule, lr, 1e-4, seed)
+    if accuracy is None:
+        return Record(settings, "diverged", {"train_loss": [None]}, 60.0, ABOUT, MACHINE)
+    curve: dict[str, list[float | None]] = {
+        "train_loss": [2.0, 1.0, 0.5],
+        "accuracy": [accuracy / 2, accuracy - 1, accuracy],
+        "loss": [1.5, 1.0, 0.25],
+    }
+    return Record(settings, "finished", curve, 60.0, ABOUT, MACHINE)
+
+
+RECORDS = [
+    record("sgd", 0.1, 0, 90.0),
+    record("sgd", 0.25, 0, 92.0),
+    record("sgd", 0.5, 0, None),
+    record("sgd", 0.25, 1, 90.0),
+    record("sgd", 0.25, 2, 92.0),
+    record("madgrad", 1e-4, 0, 93.0),
+    record("madgrad", 2.5e-4, 0, 91.0),
+    record("madgrad", 1e-4, 1, 93.5),
+    record("madgrad", 1e-4, 2, None),
+]
+
+
+def test_the_table_against_the_paper() -> None:
+    (experiment,) = report.experiments(RECORDS)
+    head, madgrad, sgd = report.table(experiment)
+    assert head == [
+        "method", "lr", "decay", "test accuracy, %", "test loss", "train loss", "seeds", "search",
+        "paper: lr", "decay", "result",
+    ]  # fmt: skip
+    assert madgrad == [
+        "MADGRAD", "0.0001", "0.0001", "93.50", "0.25", "0.5", "2, 1 diverged",
+        "2 runs, best lr at the edge", "0.00025", "0.0001", "–",
+    ]  # fmt: skip
+    # 90 and 92: mean 91, variance 2, two standard errors 2.
+    assert sgd == [
+        "SGD", "0.25", "0.0001", "91.0 ± 2.0", "0.25", "0.5", "2", "3 runs, 1 diverged",
+        "0.1", "0.0001", "–",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "unit", "text"),
+    [
+        (98.7654, 0.345, "%", "98.77 ± 0.34"),
+        (98.7654, None, "%", "98.77"),
+        (0.0123456, None, "", "0.01235"),
+        (0.0123456, 0.00078, "", "0.01235 ± 0.00078"),
+        (123.4, 25.0, "", "123 ± 25"),
+        (5.0, 0.0, "", "5"),
+    ],
+)
+def test_numbers(mean: float, error: float | None, unit: str, text: str) -> None:
+    assert report.number(Estimate(mean, error, 3), unit) == text
+
+
+def test_a_method_that_diverged_everywhere_keeps_its_row() -> None:
+    (experiment,) = report.experiments([*RECORDS[:3], record("adam", 0.1, 0, None)])
+    adam = report.table(experiment)[2]
+    assert adam[:6] == ["Adam", "–", "–", "–", "–", "–"]
+    assert adam[7] == "1 runs, 1 diverged"
+
+
+def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
+    (experiment,) = report.experiments(RECORDS)
+    text = "\n".join(report.notes(experiment))
+    for words in (
+        "preset gpu: 3 epochs, batch 128, on cpu",
+        "highest accuracy after the last epoch on the test set, as in the paper",
+        "± is 2 standard errors",
+        "PreAct ResNet152, 58,144,842 parameters, 300 epochs, batch 128",
+        "the text has no final accuracies",
+        "9 runs, 9.0 minutes of training on one GPU; cubegrad 0, torch 2.x, python 3.x",
+        "commit abc; 2026-01-02.",
+    ):
+        assert words in text
+    held = [replace(r, settings=replace(r.settings, hold_out=True)) for r in RECORDS[:3]]
+    (experiment,) = report.experiments([*held, *RECORDS[3:5]])
+    assert "on a held-out part of the training set" in "\n".join(report.notes(experiment))
+
+
+def test_rows_follow_the_papers_figures() -> None:
+    methods = ("da", "adagrad-da", "adagrad", "sgd-plain")
+    both = [record(m, 0.1, 0, 50.0, s) for s in ("flat", "tenthing:1-2") for m in methods]
+    (experiment,) = report.experiments(both)
+    lines = figures.rows(experiment.summaries)
+    assert [[s.entry for s in line] for line in lines] == [
+        [f"{m}@{schedule}" for m in ("sgd-plain", "adagrad", "da", "adagrad-da")]
+        for schedule in ("flat", "tenthing:1-2")
+    ]
+    styles = figures.style(experiment.summaries)
+    assert styles["da@flat"] == styles["da@tenthing:1-2"]  # a method keeps its colour
+    assert len(set(styles.values())) == 4
+    decays = [record("sgd-plain", 0.1, 0, 50.0, f"sqrt:{b}") for b in (1, 10, 100)]
+    (experiment,) = report.experiments(decays)
+    assert len(figures.rows(experiment.summaries)) == 1
+    assert len(set(figures.style(experiment.summaries).values())) == 3
+    assert figures.names(experiment.summaries)["sgd-plain@sqrt:10"] == "SGD, no momentum, sqrt:10"
+
+
+class Page(HTMLParser):
+    """Tags, and every address a browser would ask for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                self.addresses.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "report"
+    report.write(RECORDS, folder, ["cubegrad compare cifar10 --preset gpu"])
+    return folder
+
+
+def test_all_files_are_written(written: Path) -> None:
+    assert {path.name for path in written.iterdir()} == {
+        "index.html", "report.md", "cifar10-gpu-curves.png", "cifar10-gpu-curves.svg",
+        "cifar10-gpu-lr.png", "cifar10-gpu-lr.svg",
+    }  # fmt: skip
+    assert [path.name for path in written.parent.iterdir()] == ["report"]
+    for path in written.glob("*.png"):
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert 800 <= width <= 4000
+        assert 500 <= height <= 3000
+
+
+def test_plots_show_each_method_test_left_and_training_right(written: Path) -> None:
+    svg = (written / "cifar10-gpu-curves.svg").read_text(encoding="utf-8")
+    for words in (
+        "test accuracy, %",
+        "training loss",
+        "MADGRAD, lr 0.0001",
+        "SGD, lr 0.25",
+        "epoch",
+    ):
+        assert words in svg
+    assert svg.index("test accuracy") < svg.index("training loss")
+    rates = (written / "cifar10-gpu-lr.svg").read_text(encoding="utf-8")
+    assert "learning rate" in rates
+    assert ">SGD<" in rates
+
+
+def test_the_page_opens_offline_and_on_a_phone(written: Path) -> None:
+    text = (written / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert page.tags.count("svg") == 3
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not {"script", "img", "link", "iframe"} & set(page.tags)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert '<div class="scroll"><table>' in text
+    assert "a &lt;net&gt; &amp; more" in text
+    assert "<td>91.0 ± 2.0</td>" in text
+    assert "cubegrad compare cifar10 --preset gpu" in text
+
+
+def test_the_markdown_has_the_table_and_points_at_the_plots(written: Path) -> None:
+    text = (written / "report.md").read_text(encoding="utf-8")
+    assert "| SGD | 0.25 | 0.0001 | 91.0 ± 2.0 |" in text
+    for name in re.findall(r"!\[.*?\]\((.+?)\)", text):
+        assert (written / name).exists()
+    assert text.count("![") == 2
+    assert "    cubegrad compare cifar10 --preset gpu" in text
+
+
+def test_a_new_report_takes_the_place_of_the_old_and_touches_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    report.write(RECORDS, folder)
+    first = (folder / "index.html").read_bytes()
+    report.write(RECORDS, folder)
+    assert (folder / "index.html").read_bytes() == first  # the same numbers, the same page
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_several_problems_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
+    other = [replace(r, settings=replace(r.settings, problem="other")) for r in RECORDS]
+    printed = report.write([*RECORDS, *other], tmp_path / "report")
+    assert printed.count("MADGRAD") == 2
+    assert (tmp_path / "report" / "other-gpu-curves.png").exists()
+    assert (tmp_path / "report" / "cifar10-gpu-curves.png").exists()
+
+
+def test_nothing_to_report_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="has no finished run yet"):
+        report.write([], tmp_path / "report")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lone_epoch_and_a_lone_method_can_be_drawn(tmp_path: Path) -> None:
+    lone = record("sgd", 0.1, 0, 90.0)
+    curve = {name: values[:1] for name, values in lone.curve.items()}
+    printed = report.write([replace(lone, curve=curve)], tmp_path / "report")
+    assert "SGD" in printed
+    every = [record("adam", 0.1, 0, None)]
+    assert "Adam" in report.write(every, tmp_path / "lost")
