@@ -168,7 +168,7 @@ def test_compare_reruns_a_broken_line_and_reports(
 
 def test_the_readmes_problem_runs_as_it_stands(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(# mine\.py\n.*?)```", readme, re.DOTALL)
+    (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
     assert code.count("\n") <= 25
     assert "cubegrad compare mine:problem" in readme
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")

@@ -145,9 +145,10 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
         # Summed on the device: reading each loss would make the host wait for every step.
         total = loss.double() if total is None else total + loss
         count += 1
-    if total is None:
+    if total is None or count != task.steps_per_epoch:
         raise StudyError(
-            f"problem {problem.name!r} has no batches in epoch {run.epoch}; use a smaller batch"
+            f"problem {problem.name!r} has {count} batches in epoch {run.epoch} and "
+            f"steps_per_epoch={task.steps_per_epoch}; the two must be one number >= 1"
         )
     train_loss = total.item() / count
     run.curve["train_loss"].append(finite(train_loss))
