@@ -51,6 +51,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits", "no lr is known for madgrad on digits", "give --lr"),
         ("train digits --lr 1 --seed x", "x must be a whole number >= 0", "use 0"),
         ("train digits --lr 1 --epochs 0", "0 must be a whole number >= 1", "use 1"),
+        ("train digits --lr 1 --save-every x", "x must be a number of seconds", "use 10"),
         ("train digits --lr 1 --schedule slow", "unknown schedule 'slow'", "use flat"),
         ("train digits --lr 1 --preset big", "no preset 'big'", "use cpu, gpu, paper"),
         ("sweep digits --grid 5,1", "grid '5,1' must rise", "use 1,2.5,5 or powers-of-2"),

@@ -157,7 +157,8 @@ SWEEP = ["sweep", "toy_problem:problem", "--lr", "0.01,0.1", "--widen", "0", "--
 
 def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     code = "import sys; from cubegrad.study.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *SWEEP, "--out", str(folder), "--workers", str(workers)]
+    options = ["--out", str(folder), "--workers", str(workers), "--save-every", "0"]
+    command = [sys.executable, "-c", code, *SWEEP, *options]
     environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": str(TESTS)}
     return subprocess.Popen(
         command,
@@ -169,13 +170,16 @@ def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_records(folder: Path, count: int) -> None:
+def wait_for_records(folder: Path, under_way: bool = False) -> None:
+    """Until a run is recorded and, if asked for, another one has a checkpoint."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if len(Runs(folder).load()[0]) >= count:
+        records = Runs(folder).load()[0]
+        saved = {path.stem for path in (folder / "checkpoints").glob("*.pt")}
+        if records and (saved - records.keys() or not under_way):
             return
-        time.sleep(0.05)
-    pytest.fail(f"no {count} records after a minute")
+        time.sleep(0.02)
+    pytest.fail("no record after a minute")
 
 
 def children(pid: int) -> list[int]:
@@ -199,8 +203,8 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> None:
-    process = start(tmp_path / "killed", 2, sleep=0.1)
-    wait_for_records(tmp_path / "killed", 1)
+    process = start(tmp_path / "killed", 2, sleep=0.2)
+    wait_for_records(tmp_path / "killed", under_way=True)
     workers = children(process.pid)
     assert len(workers) >= 2
     process.kill()
@@ -211,6 +215,7 @@ def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> Non
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers)), "workers must not outlive the sweep"
+    assert list((tmp_path / "killed" / "checkpoints").glob("*.pt")), "runs were under way"
     sweep_whole(tmp_path / "killed", tmp_path / "whole", before)
 
 
@@ -218,21 +223,23 @@ def sweep_whole(folder: Path, unbroken: Path, before: dict[str, Any]) -> None:
     """Finish the sweep of `folder` here, and compare with one that was never stopped."""
     preset = replace(TOY.preset, epochs=6)
     for one in (folder, unbroken):
+        runs = Runs(one)
+        assert runs.repair() == []
         machine = Machine("toy_problem:problem", Place())
-        stream = StringIO()
-        sweep = Sweep(replace(TOY, preset=preset), Runs(one), machine, Progress(stream))
+        sweep = Sweep(replace(TOY, preset=preset), runs, machine, Progress(StringIO()))
         assert len(sweep.records) == (len(before) if one == folder else 0)
         sweep.search()
     after = curves(folder)
     assert after == curves(unbroken)
     assert {key: after[key] for key in before} == before
     assert len(after) == 4
+    assert not list((folder / "checkpoints").glob("*.pt"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_keeps_what_was_done(workers: int, tmp_path: Path) -> None:
     process = start(tmp_path / "stopped", workers, sleep=0.1)
-    wait_for_records(tmp_path / "stopped", 1)
+    wait_for_records(tmp_path / "stopped")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

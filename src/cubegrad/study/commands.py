@@ -82,7 +82,7 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 @contextlib.contextmanager
 def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
     """A sweep with its directory held, broken records told of, and the bar closed at the end."""
-    place = Place(options.data, options.download)
+    place = Place(options.data, options.download, options.save_every)
     if plan.problem.check_data is not None:
         device = torch.device(plan.device)
         plan.problem.check_data(

@@ -16,8 +16,6 @@ from cubegrad.study import methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import Record, Settings, finite, machine
 
-SAVE_EVERY = 10.0  # seconds: what a kill may cost, beside the epoch under way
-
 
 @dataclass(frozen=True)
 class Place:
@@ -25,7 +23,7 @@ class Place:
 
     data: Path = Path("data")
     download: bool = False
-    save_every: float = SAVE_EVERY
+    save_every: float = 10.0  # seconds: what a kill may cost, beside the epoch under way
 
 
 @dataclass
@@ -49,7 +47,7 @@ class _Run:
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch = path.with_suffix(f".tmp{os.getpid()}")
         with scratch.open("wb") as file:
             torch.save(state, file)
             file.flush()
