@@ -91,7 +91,7 @@ def test_an_out_that_is_a_file_is_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert "--out file cannot be made" in refused("train digits --lr 1 --out file", capsys)
+    assert "--out file cannot be written" in refused("train digits --lr 1 --out file", capsys)
     assert (tmp_path / "file").read_text() == "mine"
 
 

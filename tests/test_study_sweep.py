@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import toy_problem
 
-from cubegrad.study import Preset, Problem
+from cubegrad.study import Preset, Problem, StudyError
 from cubegrad.study.methods import Entry
 from cubegrad.study.progress import Progress, duration
 from cubegrad.study.records import Record, Runs, Settings
@@ -150,6 +150,19 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
         assert (progress.runs, progress.passed, progress.total) == (4, 16, 16)
     assert len(curves(tmp_path / "1")) == 4
     assert curves(tmp_path / "1") == curves(tmp_path / "2")
+
+
+def test_a_worker_that_is_killed_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_DIE", "1")
+    machine = Machine("toy_problem:problem", Place(), 2)
+    try:
+        with pytest.raises(StudyError, match=r"a worker was killed.*the same command goes on"):
+            Sweep(TOY, Runs(tmp_path), machine, Progress(StringIO())).search()
+    finally:
+        machine.close()
+    assert curves(tmp_path) == {}
 
 
 SWEEP = ["sweep", "toy_problem:problem", "--lr", "0.01,0.1", "--widen", "0", "--epochs", "6"]

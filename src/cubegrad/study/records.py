@@ -182,8 +182,14 @@ class Runs:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No second sweep may write here meanwhile. The system lets go when the process dies."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise StudyError(
+                f"--out {self.folder} cannot be written ({error}); use another"
+            ) from None
+        with lock:
             if fcntl is not None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,10 +54,10 @@ class _Run:
             os.fsync(file.fileno())
         scratch.replace(path)
 
-    def load(self, path: Path, settings: Settings, device: torch.device) -> None:
+    def load(self, path: Path, settings: Settings) -> None:
         """Go on from a checkpoint, if there is one that can be read."""
         try:
-            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+            state: dict[str, Any] = torch.load(path, weights_only=True)
         except Exception:  # a damaged file makes torch raise whatever its bytes happen to spell
             return
         if state.get("key") != settings.key:
@@ -92,7 +92,7 @@ def run(
     schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
     state = _Run(task, optimizer, {"train_loss": []})
     if checkpoint is not None:
-        state.load(checkpoint, settings, device)
+        state.load(checkpoint, settings)
     for _ in range(state.epoch):
         tick()
     start = saved = time.monotonic()
