@@ -101,6 +101,13 @@ def test_a_users_values_take_the_place_of_the_methods_own(tmp_path: Path) -> Non
     assert len(oracle.asked) == 1
 
 
+def test_a_range_between_two_values_of_the_grid_is_told_of(tmp_path: Path) -> None:
+    preset = Preset(1, 16, lrs={"sgd": (0.3, 0.4)})
+    sweep, _ = searching(tmp_path, lambda lr, _: lr, preset=preset)
+    with pytest.raises(StudyError, match=r"range 0\.3 to 0\.4 of sgd has no value of the grid"):
+        sweep.search()
+
+
 def test_the_best_is_repeated_with_seeds_that_did_not_choose_it(tmp_path: Path) -> None:
     sweep, oracle = searching(tmp_path, lambda lr, _: abs(lr - 5e-3), search_seeds=2, hold_out=True)
     found = sweep.search()
