@@ -51,6 +51,7 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train digits", "no lr is known for madgrad on digits", "give --lr"),
         ("train digits --lr 1 --seed x", "x must be a whole number >= 0", "use 0"),
         ("train digits --lr 1 --epochs 0", "0 must be a whole number >= 1", "use 1"),
+        ("train digits --lr 1 --save-every x", "x must be a number of seconds", "use 10"),
         ("train digits --lr 1 --schedule slow", "unknown schedule 'slow'", "use flat"),
         ("train digits --lr 1 --preset big", "no preset 'big'", "use cpu, gpu, paper"),
         ("sweep digits --grid 5,1", "grid '5,1' must rise", "use 1,2.5,5 or powers-of-2"),
@@ -90,7 +91,7 @@ def test_an_out_that_is_a_file_is_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert "--out file cannot be made" in refused("train digits --lr 1 --out file", capsys)
+    assert "--out file cannot be written" in refused("train digits --lr 1 --out file", capsys)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -168,7 +169,7 @@ def test_compare_reruns_a_broken_line_and_reports(
 
 def test_the_readmes_problem_runs_as_it_stands(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(# mine\.py\n.*?)```", readme, re.DOTALL)
+    (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
     assert code.count("\n") <= 25
     assert "cubegrad compare mine:problem" in readme
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")

@@ -89,6 +89,17 @@ def test_a_finished_run_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_checkpoints_without_a_use_are_cleared_away(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.append(record(0))
+    done, under_way = (runs.checkpoint(record(seed).settings) for seed in (0, 1))
+    done.parent.mkdir()
+    for path in (done, under_way, under_way.with_suffix(".tmp123")):
+        path.touch()
+    assert runs.repair() == []
+    assert list(done.parent.iterdir()) == [under_way]
+
+
 def test_two_sweeps_may_not_share_a_directory(tmp_path: Path) -> None:
     with Runs(tmp_path).held(), pytest.raises(StudyError, match=r"in use.*another --out"):
         Runs(tmp_path).held().__enter__()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import toy_problem
 
-from cubegrad.study import Preset, Problem
+from cubegrad.study import Preset, Problem, StudyError
 from cubegrad.study.methods import Entry
 from cubegrad.study.progress import Progress, duration
 from cubegrad.study.records import Record, Runs, Settings
@@ -101,6 +101,13 @@ def test_a_users_values_take_the_place_of_the_methods_own(tmp_path: Path) -> Non
     assert len(oracle.asked) == 1
 
 
+def test_a_range_between_two_values_of_the_grid_is_told_of(tmp_path: Path) -> None:
+    preset = Preset(1, 16, lrs={"sgd": (0.3, 0.4)})
+    sweep, _ = searching(tmp_path, lambda lr, _: lr, preset=preset)
+    with pytest.raises(StudyError, match=r"range 0\.3 to 0\.4 of sgd has no value of the grid"):
+        sweep.search()
+
+
 def test_the_best_is_repeated_with_seeds_that_did_not_choose_it(tmp_path: Path) -> None:
     sweep, oracle = searching(tmp_path, lambda lr, _: abs(lr - 5e-3), search_seeds=2, hold_out=True)
     found = sweep.search()
@@ -152,12 +159,26 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     assert curves(tmp_path / "1") == curves(tmp_path / "2")
 
 
+def test_a_worker_that_is_killed_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_DIE", "1")
+    machine = Machine("toy_problem:problem", Place(), 2)
+    try:
+        with pytest.raises(StudyError, match=r"a worker was killed.*the same command goes on"):
+            Sweep(TOY, Runs(tmp_path), machine, Progress(StringIO())).search()
+    finally:
+        machine.close()
+    assert curves(tmp_path) == {}
+
+
 SWEEP = ["sweep", "toy_problem:problem", "--lr", "0.01,0.1", "--widen", "0", "--epochs", "6"]
 
 
 def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     code = "import sys; from cubegrad.study.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, *SWEEP, "--out", str(folder), "--workers", str(workers)]
+    options = ["--out", str(folder), "--workers", str(workers), "--save-every", "0"]
+    command = [sys.executable, "-c", code, *SWEEP, *options]
     environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": str(TESTS)}
     return subprocess.Popen(
         command,
@@ -169,13 +190,16 @@ def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_records(folder: Path, count: int) -> None:
+def wait_for_records(folder: Path, under_way: bool = False) -> None:
+    """Until a run is recorded and, if asked for, another one has a checkpoint."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if len(Runs(folder).load()[0]) >= count:
+        records = Runs(folder).load()[0]
+        saved = {path.stem for path in (folder / "checkpoints").glob("*.pt")}
+        if records and (saved - records.keys() or not under_way):
             return
-        time.sleep(0.05)
-    pytest.fail(f"no {count} records after a minute")
+        time.sleep(0.02)
+    pytest.fail("no record after a minute")
 
 
 def children(pid: int) -> list[int]:
@@ -199,8 +223,8 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> None:
-    process = start(tmp_path / "killed", 2, sleep=0.1)
-    wait_for_records(tmp_path / "killed", 1)
+    process = start(tmp_path / "killed", 2, sleep=0.2)
+    wait_for_records(tmp_path / "killed", under_way=True)
     workers = children(process.pid)
     assert len(workers) >= 2
     process.kill()
@@ -211,6 +235,7 @@ def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> Non
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers)), "workers must not outlive the sweep"
+    assert list((tmp_path / "killed" / "checkpoints").glob("*.pt")), "runs were under way"
     sweep_whole(tmp_path / "killed", tmp_path / "whole", before)
 
 
@@ -218,21 +243,23 @@ def sweep_whole(folder: Path, unbroken: Path, before: dict[str, Any]) -> None:
     """Finish the sweep of `folder` here, and compare with one that was never stopped."""
     preset = replace(TOY.preset, epochs=6)
     for one in (folder, unbroken):
+        runs = Runs(one)
+        assert runs.repair() == []
         machine = Machine("toy_problem:problem", Place())
-        stream = StringIO()
-        sweep = Sweep(replace(TOY, preset=preset), Runs(one), machine, Progress(stream))
+        sweep = Sweep(replace(TOY, preset=preset), runs, machine, Progress(StringIO()))
         assert len(sweep.records) == (len(before) if one == folder else 0)
         sweep.search()
     after = curves(folder)
     assert after == curves(unbroken)
     assert {key: after[key] for key in before} == before
     assert len(after) == 4
+    assert not list((folder / "checkpoints").glob("*.pt"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_keeps_what_was_done(workers: int, tmp_path: Path) -> None:
     process = start(tmp_path / "stopped", workers, sleep=0.1)
-    wait_for_records(tmp_path / "stopped", 1)
+    wait_for_records(tmp_path / "stopped")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -195,16 +195,21 @@ def test_a_task_may_step_and_keep_things_itself(tmp_path: Path) -> None:
     assert (counters[-1].count, curve(again)) == (16, curve(whole))
 
 
-def test_a_wrong_metric_and_no_batches_are_told_of() -> None:
+def test_a_wrong_metric_is_told_of() -> None:
     wrong = replace(toy_problem.problem(), metric="bleu")
     with pytest.raises(StudyError, match=r"judged by 'bleu' and its evaluate returns loss; return"):
         run(wrong, SETTINGS, PLACE)
-    empty = replace(
-        toy_problem.problem(),
-        build=lambda setup: replace(toy_problem.build(setup), batches=lambda _: []),
-    )
-    with pytest.raises(StudyError, match="no batches in epoch 0"):
-        run(empty, SETTINGS, PLACE)
+
+
+@pytest.mark.parametrize("batches", [0, 3])
+def test_a_wrong_number_of_batches_is_told_of(batches: int) -> None:
+    def build(setup):
+        index = torch.arange(8)
+        return replace(toy_problem.build(setup), batches=lambda _: [index] * batches)
+
+    problem = replace(toy_problem.problem(), build=build)
+    with pytest.raises(StudyError, match=f"has {batches} batches in epoch 0 and steps_per_epoch=4"):
+        run(problem, SETTINGS, PLACE)
 
 
 def test_a_tensor_lr_is_filled_in_place() -> None:

@@ -18,6 +18,8 @@ def build(setup):
     n = len(inputs[parts["train"]])
 
     def batches(epoch):
+        if os.environ.get("TOY_DIE"):
+            os._exit(9)  # as when the system wants its memory back
         time.sleep(float(os.environ.get("TOY_SLEEP", "0")))
         generator = torch.Generator().manual_seed(1000 * setup.seed + epoch)
         yield from torch.randperm(n, generator=generator).split(setup.preset.batch)

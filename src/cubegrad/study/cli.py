@@ -49,6 +49,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--schedule", help="in place of the preset's: flat, tenthing:150-225, sqrt:100, ...")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="data sets (%(default)s)")
     add("--download", action="store_true", help="fetch missing data sets into it")
+    add(
+        "--save-every",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="least time between two checkpoints of a run (%(default)s)",
+    )
     add("--out", type=Path, metavar="DIR", help="where runs are kept (runs/PROBLEM-PRESET)")
 
 
@@ -95,6 +102,16 @@ def _count(text: str) -> int:
     value = int(text) if text.lstrip("-").isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1; use 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds >= 0; use 10")
     return value
 
 

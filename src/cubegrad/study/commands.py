@@ -82,13 +82,13 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 @contextlib.contextmanager
 def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
     """A sweep with its directory held, broken records told of, and the bar closed at the end."""
-    place = Place(options.data, options.download)
+    place = Place(options.data, options.download, options.save_every)
     if plan.problem.check_data is not None:
         device = torch.device(plan.device)
         plan.problem.check_data(
             Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
         )
-    runs = _runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
+    runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
     with runs.held():
         progress = Progress()
         for line in runs.repair():
@@ -100,14 +100,6 @@ def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
         finally:
             machine.close()
             progress.close()
-
-
-def _runs(folder: Path) -> Runs:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StudyError(f"--out {folder} cannot be made ({error}); use another") from None
-    return Runs(folder)
 
 
 def _problem(options: Namespace) -> tuple[Problem, str, Preset]:

@@ -126,15 +126,22 @@ class Runs:
         return records, broken
 
     def repair(self) -> list[str]:
-        """Move broken lines to records.broken and end the file with a whole line; says which."""
+        """Move broken lines to records.broken and end the file with a whole line; says which.
+
+        Also clears away checkpoints that a kill left half written, or behind a finished run.
+        """
         lines, (records, broken) = self._lines(), self.load()
+        for path in (self.folder / "checkpoints").glob("*.*"):
+            if path.suffix != ".pt" or path.stem in records:
+                path.unlink()
         if broken:
             with (self.folder / "records.broken").open("a", encoding="utf-8") as aside:
                 aside.writelines(f"{line}\n" for line in lines if not _sound(line))
             scratch = self.path.with_suffix(".new")
             with scratch.open("w", encoding="utf-8") as file:
                 file.writelines(to_line(record) for record in records.values())
-                _sync(file.fileno())
+                file.flush()
+                os.fsync(file.fileno())
             scratch.replace(self.path)
         elif lines and not self.path.read_bytes().endswith(b"\n"):  # whole but for its end
             self._append("\n")
@@ -156,9 +163,14 @@ class Runs:
 
     def _append(self, text: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
         with self.path.open("ab", buffering=0) as file:
             file.write(text.encode())
-            _sync(file.fileno())
+            os.fsync(file.fileno())
+        if new and os.name == "posix":  # the file's name has to survive a power cut too
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
 
     def _lines(self) -> list[str]:
         if not self.path.exists():
@@ -170,8 +182,14 @@ class Runs:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No second sweep may write here meanwhile. The system lets go when the process dies."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise StudyError(
+                f"--out {self.folder} cannot be written ({error}); use another"
+            ) from None
+        with lock:
             if fcntl is not None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,10 +216,6 @@ def _sound(line: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
 
 
 @cache

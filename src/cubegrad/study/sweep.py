@@ -9,7 +9,7 @@ from cubegrad.study import grid as grids
 from cubegrad.study import statistics
 from cubegrad.study.grid import Grid
 from cubegrad.study.methods import Entry
-from cubegrad.study.problem import Preset, Problem
+from cubegrad.study.problem import Preset, Problem, StudyError
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Judge, Setting
@@ -55,7 +55,13 @@ class Plan:
     def first_lrs(self, entry: Entry) -> tuple[float, ...]:
         low, high = entry.lrs(self.preset)
         # √b of a schedule is no value of the grid, so an end may lie between two.
-        return self.lrs or tuple(self.grid.between(low * (1 - 1e-9), high * (1 + 1e-9)))
+        values = self.lrs or tuple(self.grid.between(low * (1 - 1e-9), high * (1 + 1e-9)))
+        if not values:
+            raise StudyError(
+                f"the range {low:g} to {high:g} of {entry.method} has no value of the grid; "
+                f"widen it in the preset's lrs, or give --lr"
+            )
+        return values
 
 
 class Sweep:

@@ -16,8 +16,6 @@ from cubegrad.study import methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import Record, Settings, finite, machine
 
-SAVE_EVERY = 10.0  # seconds: what a kill may cost, beside the epoch under way
-
 
 @dataclass(frozen=True)
 class Place:
@@ -25,7 +23,7 @@ class Place:
 
     data: Path = Path("data")
     download: bool = False
-    save_every: float = SAVE_EVERY
+    save_every: float = 10.0  # seconds: what a kill may cost, beside the epoch under way
 
 
 @dataclass
@@ -49,17 +47,17 @@ class _Run:
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch = path.with_suffix(f".tmp{os.getpid()}")
         with scratch.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
 
-    def load(self, path: Path, settings: Settings, device: torch.device) -> None:
+    def load(self, path: Path, settings: Settings) -> None:
         """Go on from a checkpoint, if there is one that can be read."""
         try:
-            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+            state: dict[str, Any] = torch.load(path, weights_only=True)
         except Exception:  # a damaged file makes torch raise whatever its bytes happen to spell
             return
         if state.get("key") != settings.key:
@@ -94,7 +92,7 @@ def run(
     schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
     state = _Run(task, optimizer, {"train_loss": []})
     if checkpoint is not None:
-        state.load(checkpoint, settings, device)
+        state.load(checkpoint, settings)
     for _ in range(state.epoch):
         tick()
     start = saved = time.monotonic()
@@ -145,9 +143,10 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
         # Summed on the device: reading each loss would make the host wait for every step.
         total = loss.double() if total is None else total + loss
         count += 1
-    if total is None:
+    if total is None or count != task.steps_per_epoch:
         raise StudyError(
-            f"problem {problem.name!r} has no batches in epoch {run.epoch}; use a smaller batch"
+            f"problem {problem.name!r} has {count} batches in epoch {run.epoch} and "
+            f"steps_per_epoch={task.steps_per_epoch}; the two must be one number >= 1"
         )
     train_loss = total.item() / count
     run.curve["train_loss"].append(finite(train_loss))
