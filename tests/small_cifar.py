@@ -11,7 +11,7 @@ from cubegrad.study.problems import cifar10
 from cubegrad.study.records import Settings
 
 CPU = torch.device("cpu")
-TINY = {"stages": (1, 1), "bottleneck": False, "width": 4, "compile": False}
+TINY = {"stages": (1, 1), "bottleneck": False, "width": 4, "last_norm": True, "compile": False}
 
 
 def made_up(count, seed=0):

@@ -15,14 +15,19 @@ def on_meta(*shape):
 
 @pytest.mark.parametrize(
     ("shape", "parameters", "layers"),
-    [((STAGES_152, True), 58_144_842, 152), ((STAGES_18, False), 11_171_146, 18)],
+    [
+        ((STAGES_152, True, 64, 10, False), 58_144_842, 152),
+        ((STAGES_18, False), 11_172_170, 18),
+    ],
 )
-def test_the_networks_are_the_papers(shape, parameters, layers):
+def test_the_networks_have_their_sizes(shape, parameters, layers):
     model = on_meta(*shape)
     assert sum(param.numel() for param in model.parameters()) == parameters
     weighted = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len([name for name in weighted if "shortcut" not in name]) == layers
-    assert [name for name, _ in model.named_children()] == ["first", "blocks", "classifier"]
+    last = ["last_norm"] if len(shape) == 2 else []  # the paper's has none
+    names = [name for name, _ in model.named_children()]
+    assert names == ["first", "blocks", *last, "classifier"]
     assert all(m.bias is None for m in model.modules() if isinstance(m, nn.Conv2d))
     assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
     assert model.blocks(model.first(torch.empty(2, 3, 32, 32, device="meta"))).shape[2:] == (4, 4)
@@ -56,6 +61,7 @@ def test_a_block_by_hand():
 def test_a_preset_says_its_size(name):
     preset = cifar10.problem().presets[name]
     options = preset.options
-    model = on_meta(options["stages"], options["bottleneck"], options["width"])
+    shape = (options["stages"], options["bottleneck"], options["width"], 10)
+    model = on_meta(*shape, options["last_norm"])
     count = sum(param.numel() for param in model.parameters())
     assert f"{count:,} parameters" in preset.size

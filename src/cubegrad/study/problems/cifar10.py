@@ -163,7 +163,12 @@ def build(setup: Setup) -> Task:
     sets = parts(setup.data, setup.download, setup.hold_out, sizes, setup.device)
     train = sets["train"]
     batch = setup.preset.batch
-    model = PreActResNet(options["stages"], options["bottleneck"], options["width"])
+    model = PreActResNet(
+        options["stages"],
+        options["bottleneck"],
+        options["width"],
+        last_norm=options["last_norm"],
+    )
     model = model.to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def batches(epoch: int) -> Iterator[Images]:
@@ -205,6 +210,7 @@ def check_data(setup: Setup) -> None:
 
 def problem() -> Problem:
     whole: dict[str, Any] = {"train": 50_000, "test": 10_000, "compile": True, "width": 64}
+    whole["last_norm"] = True
     gpu = Preset(
         epochs=36,
         batch=128,
@@ -217,7 +223,7 @@ def problem() -> Problem:
             "adam": (1e-4, 5e-4),
             "adagrad": (1e-2, 5e-2),
         },
-        size="PreAct ResNet-18, 11,171,146 parameters",
+        size="PreAct ResNet-18, 11,172,170 parameters",
         options={**whole, "stages": STAGES_18, "bottleneck": False},
     )
     paper = replace(
@@ -226,9 +232,9 @@ def problem() -> Problem:
         schedule="tenthing:150-225",
         seeds=10,
         size="PreAct ResNet-152, 58,144,842 parameters",
-        options={**whole, "stages": STAGES_152, "bottleneck": True},
+        options={**whole, "stages": STAGES_152, "bottleneck": True, "last_norm": False},
     )
-    few = {"train": 1000, "test": 500, "compile": False, "width": 8}
+    few = {"train": 1000, "test": 500, "compile": False, "width": 8, "last_norm": True}
     cpu = replace(
         gpu,
         epochs=6,
@@ -240,7 +246,7 @@ def problem() -> Problem:
             "adam": (1e-3, 5e-3),
             "adagrad": (2.5e-2, 1e-1),
         },
-        size="PreAct ResNet-8, 19,794 parameters, on 1,000 images",
+        size="PreAct ResNet-8, 19,858 parameters, on 1,000 images",
         options={**few, "stages": (1, 1, 1), "bottleneck": False},
     )
     return Problem(

@@ -1,8 +1,9 @@
 """Pre-activation residual networks for images of 32x32.
 
 Norm and ReLU come before each convolution, so a block adds to a path that nothing else touches.
-The network of the paper's CIFAR-10 problem has 58,144,842 parameters, which leaves no room for a
-norm between the last block and the classifier.
+They also come before the classifier, except in the network of the paper's CIFAR-10 problem: its
+58,144,842 parameters leave no room for them. Without them SGD at lr 0.1 throws the loss of an
+18-layer network from 2.3 to 100 within ten steps.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,12 @@ class PreActResNet(nn.Module):
     """A convolution, stages of blocks that double the width and halve the image, a classifier."""
 
     def __init__(
-        self, stages: Sequence[int], bottleneck: bool = False, width: int = 64, classes: int = 10
+        self,
+        stages: Sequence[int],
+        bottleneck: bool = False,
+        width: int = 64,
+        classes: int = 10,
+        last_norm: bool = True,
     ) -> None:
         super().__init__()
         self.first = _convolution(3, width, 3)
@@ -65,8 +71,12 @@ class PreActResNet(nn.Module):
                 blocks.append(Block(channels, width << stage, stride, bottleneck))
                 channels = (width << stage) * (4 if bottleneck else 1)
         self.blocks = nn.Sequential(*blocks)
+        self.last_norm = nn.BatchNorm2d(channels) if last_norm else None
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.classifier(self.blocks(self.first(images)).mean((2, 3)))
+        features = self.blocks(self.first(images))
+        if self.last_norm is not None:
+            features = relu(self.last_norm(features))
+        scores: Tensor = self.classifier(features.mean((2, 3)))
         return scores
