@@ -19,7 +19,7 @@ from sharded_nets import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
     Shard,
 )
@@ -130,10 +130,10 @@ def fsdp2_offloaded_runs_the_fused_cpu_backend():
     assert_equal(model, reference, exactly=False)
 
 
-@on(2, 3)
+@on(2, 3, 4)
 def hsdp_meshes():
     world = dist.get_world_size()
-    for shape in ((world, 1), (1, world)):
+    for shape in [(2, 2)] if world == 4 else [(world, 1), (1, world)]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         reference, single = pair()
         model = sharded(net(), mesh=mesh)
@@ -152,7 +152,7 @@ class Block(nn.Module):
         self.down = nn.Linear(12, 7)
 
     def forward(self, x):
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return 2.0 * self.down(torch.tanh(self.up(self.norm(x))))  # FSDP2 warns of views
 
 
 @on(2, 3)
@@ -171,14 +171,42 @@ def tensor_parallel():
     optimizer = MADGRAD(model.parameters(), lr=0.05)
     single = MADGRAD(reference.parameters(), lr=0.05)
     for k in range(5):
-        for either, run in ((optimizer, model), (single, reference)):
+        for either, run, part in ((optimizer, model, dist.get_rank()), (single, reference, None)):
             either.zero_grad()
-            run(batch(k)).square().mean().backward()
+            run(batch(k, part)).square().mean().backward()
         assert any(place.is_partial() for place in model.norm.weight.grad.placements)
         optimizer.step()
         single.step()
     assert_equal(model, reference, exactly=False)
     assert optimizer.state[model.up.weight]["grad_sum"].placements == (Shard(0),)
+
+
+@on(4)
+def fsdp2_over_tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    reference = Block()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(reference), mesh["tensor"], plan)
+    model = fully_shard(model, mesh=mesh["data"])
+    optimizer = MADGRAD(model.parameters(), lr=0.05)
+    single = MADGRAD(reference.parameters(), lr=0.05)
+    half = dist.get_rank() // 2
+    for k in range(5):
+        for either, run, x in (
+            (optimizer, model, batch(k).chunk(2)[half]),
+            (single, reference, batch(k)),
+        ):
+            either.zero_grad()
+            run(x).square().mean().backward()
+            either.step()
+    assert_equal(model, reference, exactly=False)
+    assert len(model.up.weight.placements) == 2
+    assert optimizer.state[model.up.weight]["grad_sum"].placements == model.up.weight.placements
+    optimizer.load_state_dict(single.state_dict())
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        for name, tensor in optimizer.state[p].items():
+            assert torch.equal(whole(tensor), single.state[q][name])
 
 
 @on(2, 3)

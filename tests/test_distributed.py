@@ -8,7 +8,7 @@ import ranks
 from filelock import FileLock
 
 MODULES = ("sharded_steps", "sharded_training", "sharded_checkpoints")
-CASES = [(world, name) for world in (2, 3) for name in ranks.scenarios(MODULES, world)]
+CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULES, world)]
 
 
 def outcomes(world: int, folder: Path) -> dict[str, str]:

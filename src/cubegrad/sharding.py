@@ -95,7 +95,8 @@ class Loan:
             if grad is None or param._local_tensor is not shard or not lie_alike(grad, param):
                 continue
             grad = grad._local_tensor
-            if grad.dtype == shard.dtype and grad.shape == shard.shape:
+            # Torch refuses others, and a collective still under way is no plain tensor yet.
+            if type(grad) is Tensor and (grad.dtype, grad.shape) == (shard.dtype, shard.shape):
                 shard.grad = grad
 
     def __exit__(self, *_: object) -> None:
