@@ -91,4 +91,6 @@ def test_bad_option_is_refused_with_the_remedy(
 
 
 def test_every_example_has_a_case() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {case.script for case in CASES}
+    elsewhere = {"fsdp2.py"}  # test_restarts.py
+    covered = {case.script for case in CASES} | elsewhere
+    assert {path.name for path in EXAMPLES.glob("*.py")} == covered

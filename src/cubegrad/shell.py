@@ -9,11 +9,11 @@ from typing import Any, TypedDict, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 
-from cubegrad import backends, options, rule, sparse, states
+from cubegrad import backends, options, rule, sharding, sparse, states
 from cubegrad.backends.eager import TorchFunctions
-from cubegrad.backends.prepared import Prepared, Repeated, prepare
+from cubegrad.backends.prepared import Member, Prepared, Repeated, prepare
+from cubegrad.hooks import straight
 from cubegrad.options import Hyper
 from cubegrad.states import checkpoint
 
@@ -39,6 +39,7 @@ class Shell(Optimizer):
 
     _method: str  # a function of rule.py, and its layout in states.LAYOUTS
     _choose = staticmethod(backends.choose)
+    _settled = False  # whether the parameters are known to be their modules' own
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class Shell(Optimizer):
         try:
             options.check(param_group)
             for index, param in enumerate(param_group["params"]):
-                states.check(options.name_of(param_group, index), param)
+                name = options.name_of(param_group, index)
+                states.check(name, param)
+                sharding.check(name, param)
         except Exception:
             self.param_groups.pop()
             raise
@@ -116,6 +119,8 @@ class Shell(Optimizer):
     def _step_groups(self) -> None:
         """Repeat the prepared steps that still fit, and run the others from scratch."""
         self._refuse_blind_capture()
+        if not self._settled:
+            self._settled = sharding.refuse_replaced(self.param_groups)
         ready = self._repeated.ready(self.param_groups, self.state)
         hypers = [self._hyper(group) for group in self.param_groups]
         scratch = [g for index, g in enumerate(self.param_groups) if index not in ready]
@@ -128,7 +133,9 @@ class Shell(Optimizer):
                 left = ready[index].run(h)
                 if left:
                     self._repeated.drop(index)
-                    rest = {**group, "params": left}
+                    # In the group's order, which is the same in all processes: partial
+                    # gradients are added up in it.
+                    rest = {**group, "params": _in_order(group["params"], left)}
                     sparse.refuse(self._method, [rest])
                     self._step_alike(rest, h)
             else:
@@ -144,7 +151,13 @@ class Shell(Optimizer):
         if _capturing():  # its tables would exist in the graph's replay only
             return None
         layout_of = functools.partial(states.layout, self._method, group["momentum"])
-        return prepare(backend.Launch, self._method, group["params"], self.state, layout_of)
+        loan = sharding.Loan(group["params"])
+        members = []
+        for param, shard in zip(group["params"], loan.shards, strict=True):
+            entries = self.state.get(param, {}).items()
+            members.append(Member(param, shard, {k: sharding.local(t) for k, t in entries}))
+        with loan:
+            return prepare(backend.Launch, self._method, members, self.state, layout_of, loan)
 
     def _step_alike(self, group: Group, h: Hyper) -> None:
         """Step those parameters that keep x_0 apart from those that do not."""
@@ -164,6 +177,11 @@ class Shell(Optimizer):
         if not params:
             return
         buffers = [buffer for buffer in buffers if buffer]
+        if not (group["differentiable"] or torch.compiler.is_compiling()):
+            grads = list(map(sharding.gradient, grads, params))
+            params, *buffers = (
+                [sharding.local(t) for t in column] for column in (params, *buffers)
+            )
         run = self._backend(group).step
         if has_sparse:
             params, grads, steps, *buffers = sparse.step_rows(
@@ -184,8 +202,9 @@ class Shell(Optimizer):
                 del self.state[param]["initial_param"]
 
     def _backend(self, group: Group) -> ModuleType:
+        compiling = torch.compiler.is_compiling()
         return self._choose(
-            group["params"],
+            group["params"] if compiling else list(map(sharding.local, group["params"])),
             foreach_wanted=group["foreach"],
             fused_wanted=group["fused"],
             differentiable=group["differentiable"],
@@ -303,9 +322,15 @@ def _skipped(h: Hyper) -> bool:
 
 def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
     # Copies, since autograd may keep them while the step writes over the originals.
-    x, *sums = (states.real(t).clone() for t in (param, state["grad_sum"], state["grad_sq_sum"]))
+    shards = map(sharding.local, (param, state["grad_sum"], state["grad_sq_sum"]))
+    x, *sums = (states.real(shard).clone() for shard in shards)
     centre = rule.recover_initial_param(TorchFunctions, eps, x, *sums)
-    return torch.view_as_complex(centre) if param.is_complex() else centre
+    return sharding.like(torch.view_as_complex(centre) if param.is_complex() else centre, param)
+
+
+def _in_order(group: list[Tensor], some: list[Tensor]) -> list[Tensor]:
+    wanted = set(map(id, some))
+    return [param for param in group if id(param) in wanted]
 
 
 def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:
@@ -314,27 +339,4 @@ def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:
     return value.reshape(()) if on_device or value.requires_grad else value.item()
 
 
-def _straight(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Bypass the profiler range and hooks that torch puts around `step`, when there are none.
-
-    To a host that comes out of a wait for the device they are tens of microseconds, as much as all
-    that a fused step itself asks of it.
-    """
-    around = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def either(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        watched = (
-            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or optimizer_module._global_optimizer_pre_hooks
-            or optimizer_module._global_optimizer_post_hooks
-        )
-        return (around if watched else step)(self, *args, **kwargs)
-
-    either.hooked = True  # type: ignore[attr-defined]
-    return either
-
-
-Shell.step = _straight(Shell.step)  # type: ignore[method-assign]
+Shell.step = straight(Shell.step)  # type: ignore[method-assign]

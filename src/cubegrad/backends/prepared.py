@@ -6,8 +6,9 @@ not change from step to step is looked up once, and each step only makes sure th
 
 from array import array
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +58,18 @@ def _noting(name: str) -> Callable[..., Any]:
     return wraps(method)(changes)
 
 
+def watch(state: MutableMapping[Tensor, dict[str, Tensor]], params: list[Tensor]) -> Journal:
+    """A journal of what changes in these parameters' state from now on."""
+    journal = Journal()
+    for param in params:
+        entries = state[param]
+        if isinstance(entries, Watched):
+            entries.journal = journal
+        else:
+            state[param] = Watched(entries, journal)
+    return journal
+
+
 for _name in ("setitem__", "delitem__", "ior__"):
     setattr(Watched, f"__{_name}", _noting(f"__{_name}"))
 for _name in ("clear", "pop", "popitem", "setdefault", "update"):
@@ -74,6 +87,14 @@ class Launch(Protocol):
     def run(self, h: Hyper, table: Any) -> None: ...
 
 
+class Member(NamedTuple):
+    """A parameter of a group."""
+
+    owner: Tensor  # as the optimizer knows it
+    param: Tensor  # what is stepped here: the same, or the shard of it that this process holds
+    entries: dict[str, Tensor]  # the state of that
+
+
 class Part:
     """Tensors that are checked and launched together.
 
@@ -85,12 +106,13 @@ class Part:
         self,
         make: Callable[..., Launch],
         method: str,
-        params: list[Tensor],
-        states: list[dict[str, Tensor]],
+        members: list[Member],
         layout: Sequence[str],
     ) -> None:
+        states = [member.entries for member in members]
         steps, *buffers = [[state[name] for state in states] for name in ("step", *layout)]
-        self.params = params
+        self.owners = [member.owner for member in members]
+        self.params = params = [member.param for member in members]
         self.signature = look.signature(params)
         # Who moves state in place moves all of it, so a few buffers' addresses tell.
         self.watched = buffers[0][:: max(1, len(params) // 8)]
@@ -134,27 +156,24 @@ class Prepared:
         self,
         make: Callable[..., Launch],
         method: str,
-        group: list[Tensor],
-        state: MutableMapping[Tensor, dict[str, Tensor]],
+        members: list[Member],
         layout_of: Callable[[Tensor], Sequence[str]],
+        journal: Journal,
+        loan: AbstractContextManager[None],
     ) -> None:
-        self.group = list(group)
-        self.idle = [param for param in group if param.grad is None]
-        self.journal = Journal()
-        alike: dict[Any, list[Tensor]] = {}
-        for param in group:
-            if param.grad is not None:
-                entries = state[param]
-                if isinstance(entries, Watched):
-                    entries.journal = self.journal
-                else:
-                    state[param] = Watched(entries, self.journal)
-                key = (param.device, param.dtype, param.grad.dtype)
-                alike.setdefault(key, []).append(param)
+        self.group = [member.owner for member in members]
+        self.idle = [param for param in self.group if param.grad is None]
+        self.journal = journal
+        self.loan = loan
+        alike: dict[Any, list[Member]] = {}
+        for member in members:
+            if member.param.grad is not None:
+                key = (member.param.device, member.param.dtype, member.param.grad.dtype)
+                alike.setdefault(key, []).append(member)
         self.parts = [
-            Part(make, method, params, [state[param] for param in params], layout_of(params[0]))
+            Part(make, method, part, layout_of(part[0].param))
             for together in alike.values()
-            for params in _split(together)
+            for part in _split(together)
         ]
 
     def fits(self, group: list[Tensor]) -> bool:
@@ -167,7 +186,8 @@ class Prepared:
 
     def run(self, h: Hyper) -> list[Tensor]:
         """Step; returns the parameters of the parts that no longer fit, which have not moved."""
-        return [param for part in self.parts if not part.run(h) for param in part.params]
+        with self.loan:
+            return [param for part in self.parts if not part.run(h) for param in part.owners]
 
 
 class Repeated:
@@ -209,40 +229,43 @@ def _choice(group: Group) -> tuple[Any, ...]:
     return group["foreach"], group["fused"], group["differentiable"], centred
 
 
-def _split(params: list[Tensor]) -> list[list[Tensor]]:
+def _split(members: list[Member]) -> list[list[Member]]:
     """Large tensors first, if their update lasts until the others have been checked."""
-    order = sorted(params, key=Tensor.numel, reverse=True)
+    order = sorted(members, key=lambda member: member.param.numel(), reverse=True)
     covered = 0
-    for lead, param in enumerate(order, start=1):
-        covered += param.numel()
+    for lead, member in enumerate(order, start=1):
+        covered += member.param.numel()
         rest = len(order) - lead
         if rest >= 8 and covered >= ELEMENTS_PER_LAUNCH + ELEMENTS_PER_CHECK * rest:
             return [order[:lead], order[lead:]]
-    return [params]
+    return [members]
 
 
 def prepare(
     make: Callable[..., Launch],
     method: str,
-    group: list[Tensor],
+    members: list[Member],
     state: MutableMapping[Tensor, dict[str, Tensor]],
     layout_of: Callable[[Tensor], Sequence[str]],
+    loan: AbstractContextManager[None],
 ) -> Prepared | None:
-    """None if some tensor has to be copied or seen otherwise before it can be stepped."""
-    for param in group:
+    """None if some tensor has to be copied or seen otherwise before it can be stepped.
+
+    `loan` gives the shards among what is stepped their gradients while it is entered, as it must
+    be now; plain parameters have their own.
+    """
+    live = [member for member in members if member.owner.grad is not None]
+    for _, param, entries in live:
         grad = param.grad
-        if grad is None:
-            continue
-        if grad.layout != torch.strided or param.is_complex():
+        if type(grad) is not Tensor or grad.layout != torch.strided or param.is_complex():
             return None
-        if type(grad) is not Tensor:
-            return None
-        layout, entries = layout_of(param), state[param]
+        layout = layout_of(param)
         if set(entries) != {"step", *layout}:  # x_0 is still to be dropped
             return None
         if not lie_alike(param, grad, *(entries[name] for name in layout)):
             return None
-    return Prepared(make, method, group, state, layout_of)
+    journal = watch(state, [member.owner for member in live])
+    return Prepared(make, method, members, layout_of, journal, loan)
 
 
 def step_once(

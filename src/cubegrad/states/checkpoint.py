@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cubegrad import options
+from cubegrad import options, sharding
 from cubegrad.states import LAYOUTS, OPTIONAL, counter, zeros
 
 Group = dict[str, Any]
@@ -118,4 +118,6 @@ def _buffer(key: Any, name: str, param: Tensor, value: Any) -> Tensor:
             f"parameter {param.dtype} of shape {tuple(param.shape)}; build the optimizer over "
             "the same parameters, in the same order, as when it was saved"
         )
-    return zeros(param).copy_(value)
+    buffer = zeros(param)
+    sharding.local(buffer).copy_(sharding.placed(value, param))
+    return buffer

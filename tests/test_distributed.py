@@ -1,0 +1,30 @@
+"""Spread over processes, a run equals the single-process one; sharded_*.py have the scenarios."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+from filelock import FileLock
+
+MODULES = ("sharded_steps", "sharded_training", "sharded_checkpoints")
+CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULES, world)]
+
+
+def outcomes(world: int, folder: Path) -> dict[str, str]:
+    """What became of the scenarios, run once for all tests and all workers of pytest-xdist."""
+    if world == 3:
+        outcomes(2, folder)  # 3 processes load what 2 have saved
+    with FileLock(folder / "distributed.lock"):
+        done = folder / f"distributed-{world}.json"
+        if not done.exists():
+            done.write_text(json.dumps(ranks.run(MODULES, world, folder / "distributed")))
+        return json.loads(done.read_text())
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_processes(world, name, tmp_path_factory, worker_id):
+    base = tmp_path_factory.getbasetemp()
+    found = outcomes(world, base if worker_id == "master" else base.parent)
+    report = found.get(name, f"not reached:\n{found}")
+    assert report == ranks.REACHED, report

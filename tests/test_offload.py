@@ -1,0 +1,103 @@
+"""State and step on the CPU: torchao's CPUOffloadOptimizer, and FSDP2's policy on a GPU."""
+
+import contextlib
+import copy
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from cubegrad import MADGRAD, MirrorMADGRAD
+
+cpu_offload = pytest.importorskip("torchao.optim.cpu_offload")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+each_class = pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 8)).to(DEVICE)
+
+
+def train(model, optimizer, steps=range(5)):
+    for k in steps:
+        x = cases.randn((32, 96), torch.float32, k).to(DEVICE)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+class Stream:
+    """On a CPU everything has happened when the call returns."""
+
+    def wait_stream(self, _):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self):
+        return self
+
+
+@pytest.fixture
+def a_gpu_or_none(monkeypatch):
+    """Without a GPU, "GPU" tensors are on the CPU and the streams between them do nothing."""
+    if DEVICE == "cpu":
+        empty_like = torch.empty_like
+        monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cpu", "cuda"])
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        monkeypatch.setattr(torch, "empty_like", lambda t, **_: empty_like(t, device="cpu"))
+
+
+@each_class
+@pytest.mark.usefixtures("a_gpu_or_none")
+def test_inside_torchaos_offloading_optimizer(cls):
+    reference, model = net(), net()
+    train(reference, cls(reference.parameters(), lr=0.01), range(8))
+    offloading = cpu_offload.CPUOffloadOptimizer
+    optimizer = offloading(model.parameters(), cls, minimal_size=128, lr=0.01)
+    train(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    inner = list(optimizer.optim_dict.values())
+    assert [len(o.param_groups[0]["params"]) for o in inner] == [1, 1]  # the two matrices
+    assert {t.device.type for o in inner for s in o.state.values() for t in s.values()} == {"cpu"}
+    again = offloading(model.parameters(), cls, minimal_size=128, lr=0.5)
+    again.load_state_dict(saved)
+    train(model, again, range(5, 8))
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@on_gpu
+@each_class
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.usefixtures("one_process")
+def test_fsdp2_steps_where_its_shards_are(cls, offload):
+    reference, model = net(), net()
+    train(reference, cls(reference.parameters(), lr=0.01))
+    model = fully_shard(model, **({"offload_policy": CPUOffloadPolicy()} if offload else {}))
+    optimizer = cls(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    backend = optimizer._backend(optimizer.param_groups[0])
+    assert backend.__name__.endswith(".cpu" if offload else ".triton")
+    assert optimizer._repeated.prepared
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.device.type == ("cpu" if offload else "cuda")
+        full = p.detach().to_local().cuda()
+        torch.testing.assert_close(full, q.detach(), rtol=1e-6, atol=1e-6)
