@@ -176,7 +176,9 @@ SWEEP = ["sweep", "toy_problem:problem", "--lr", "0.01,0.1", "--widen", "0", "--
 
 
 def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
-    code = "import sys; from cubegrad.study.cli import main; sys.exit(main())"
+    # A shell that runs the tests in the background has its children ignore Ctrl-C.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = heed + "import sys; from cubegrad.study.cli import main; sys.exit(main())"
     options = ["--out", str(folder), "--workers", str(workers), "--save-every", "0"]
     command = [sys.executable, "-c", code, *SWEEP, *options]
     environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": str(TESTS)}
