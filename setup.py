@@ -14,7 +14,7 @@ setup(
         Extension(
             "cubegrad.backends._native",
             [f"{NATIVE}/native.c", f"{NATIVE}/cpu.c"],
-            depends=[f"{NATIVE}/cpu.h", f"{NATIVE}/cpu_kernels.h"],
+            depends=[f"{NATIVE}/{name}" for name in ("cpu.h", "cpu_level.h", "cpu_kernels.h")],
             extra_compile_args=[
                 *("-O3", "-std=c11", "-pthread", "-Wall", "-Wextra"),
                 # A step at lr 0 would move by the rounding of a product that is not rounded.

@@ -79,43 +79,19 @@ INLINE void prefetch(const void *at, size_t bytes)
 #else
 #define FUSES 0
 #endif
-#define WIDE 0
-#include "cpu_kernels.h"
-#undef WIDE
-#define WIDE 1
-#include "cpu_kernels.h"
-#undef WIDE
-#undef TARGET
-#undef FUSES
-#undef LEVEL
+#include "cpu_level.h"
 
 #if defined(__x86_64__)
 
 #define LEVEL avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define FUSES 1
-#define WIDE 0
-#include "cpu_kernels.h"
-#undef WIDE
-#define WIDE 1
-#include "cpu_kernels.h"
-#undef WIDE
-#undef TARGET
-#undef FUSES
-#undef LEVEL
+#include "cpu_level.h"
 
 #define LEVEL avx512
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,fma")))
 #define FUSES 1
-#define WIDE 0
-#include "cpu_kernels.h"
-#undef WIDE
-#define WIDE 1
-#include "cpu_kernels.h"
-#undef WIDE
-#undef TARGET
-#undef FUSES
-#undef LEVEL
+#include "cpu_level.h"
 
 #define AT_EACH_LEVEL(name) {name##_baseline, name##_avx2, name##_avx512}
 

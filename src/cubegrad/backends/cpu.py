@@ -4,14 +4,14 @@ import functools
 import struct
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cubegrad.backends import look
-from cubegrad.backends.prepared import step_once
+from cubegrad.backends.prepared import rows_of, step_once
 from cubegrad.options import Hyper
 
 if look.native is None:
@@ -36,12 +36,9 @@ class Launch:
         buffers: Sequence[list[Tensor]],
     ) -> None:
         self.alive: Any = (params, steps, buffers)  # the tables hold their addresses
-        sizes = [param.numel() for param in params]
-        columns = [[tensor.data_ptr() for tensor in column] for column in (params, *buffers)]
-        columns += [[0] * len(params)] * (4 - len(columns))
-        columns += [[step.data_ptr() for step in steps], sizes]
-        flat = (number for row in zip(*columns, strict=True) for number in row)
-        self.rows = array("q", flat).tobytes()
+        rows = rows_of(params, steps, buffers)
+        self.rows = array("q", chain.from_iterable(rows)).tobytes()
+        sizes = (row[-1] for row in rows)
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
         dtypes = (params[0].dtype, grad_dtype, buffers[0][0].dtype)
         self.kinds = (METHODS[method], *(KINDS[dtype] for dtype in dtypes))

@@ -1,6 +1,6 @@
-/* The loops of a step, for one real type at one level of instructions. cpu.c includes this file
-   once for each pair, with WIDE (float or double), LEVEL and TARGET defined. Every level rounds
-   alike, since the compiler may not contract a product and a sum. */
+/* The loops of a step, for one real type at one level of instructions. cpu_level.h includes this
+   file for each type. But for the last bit of the cube root every level rounds alike, since the
+   compiler may not contract a product and a sum. */
 
 #define PASTE(name, type, level) name##_##type##_##level
 #define EXPAND(name, type, level) PASTE(name, type, level)

@@ -87,6 +87,16 @@ class Launch(Protocol):
     def run(self, h: Hyper, table: Any) -> None: ...
 
 
+def rows_of(
+    params: list[Tensor], steps: list[Tensor], buffers: Sequence[list[Tensor]]
+) -> list[tuple[int, ...]]:
+    """What a kernel's table says of each tensor: parameter, three buffers, step count, elements."""
+    columns = [list(map(ADDRESS, column)) for column in (params, *buffers)]
+    columns += [[0] * len(params)] * (4 - len(columns))
+    columns += [list(map(ADDRESS, steps)), [param.numel() for param in params]]
+    return list(zip(*columns, strict=True))
+
+
 class Member(NamedTuple):
     """A parameter of a group."""
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cubegrad.backends.prepared import step_once
+from cubegrad.backends.prepared import rows_of, step_once
 from cubegrad.backends.triton_kernel import step_units
 from cubegrad.options import Hyper
 
@@ -65,12 +65,9 @@ class Launch:
     ) -> None:
         self.device = params[0].device
         self.alive: Any = (params, steps, buffers)  # the tables hold their addresses
-        sizes = [param.numel() for param in params]
-        columns = [[tensor.data_ptr() for tensor in column] for column in (params, *buffers)]
-        nothing = [0] * len(params)
-        columns += [nothing] * (4 - len(columns))
-        columns += [[step.data_ptr() for step in steps], sizes, nothing, nothing]
-        rows = _pinned(torch.tensor(list(zip(*columns, strict=True))), self.device)
+        # Two numbers more: a row of 64 bytes.
+        table = torch.tensor([(*row, 0, 0) for row in rows_of(params, steps, buffers)])
+        rows, sizes = _pinned(table, self.device), table[:, 5].tolist()
         units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
