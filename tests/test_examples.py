@@ -21,14 +21,6 @@ class Example:
 
 CASES = [
     Example(
-        "digits.py",
-        least={"MADGRAD": 80.0, "SGD": 0.0, "Adam": 0.0, "AdaGrad": 0.0},
-        refused={
-            ("--seeds", "0"): "--seeds 0 must be >= 2; use 5",
-            ("--out", "digits.txt"): "--out digits.txt must end in .png, .pdf or .svg",
-        },
-    ),
-    Example(
         "jax_sweep.py",
         least={"MADGRAD": 80.0, "MirrorMADGRAD": 80.0, "Adam": 80.0},
         refused={
