@@ -20,8 +20,9 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cubegrad.study import StudyError, data, methods
-from cubegrad.study.data import Images
+from cubegrad.study import StudyError, methods
+from cubegrad.study.data import cifar10 as data
+from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.problems import cifar10
 from cubegrad.study.records import Settings, machine
 from cubegrad.study.train import Place, run

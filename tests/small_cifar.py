@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from cubegrad.study import Setup, data
-from cubegrad.study.data import Images
+from cubegrad.study import Setup
+from cubegrad.study.data import cifar10 as data
+from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.problems import cifar10
 from cubegrad.study.records import Settings
 

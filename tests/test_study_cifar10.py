@@ -10,7 +10,7 @@ from small_cifar import CPU, channels_last, settings_of, setup_of, small_problem
 from torch import nn
 
 from cubegrad.study import Setup, StudyError, methods, schedules
-from cubegrad.study.data import Images
+from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.problems import cifar10
 from cubegrad.study.train import Place, run
 

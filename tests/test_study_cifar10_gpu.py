@@ -14,9 +14,9 @@ from small_cifar import CPU, made_up, settings_of, setup_of, small_problem
 from torch._dynamo.testing import CompileCounter
 
 import cubegrad
-from cubegrad.study import data
+from cubegrad.study.data import cifar10 as data
+from cubegrad.study.models.preact import PreActResNet
 from cubegrad.study.problems import cifar10
-from cubegrad.study.problems.preact import PreActResNet
 from cubegrad.study.train import Place, run
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

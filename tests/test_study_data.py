@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from cubegrad.study import StudyError, data
+from cubegrad.study import StudyError
+from cubegrad.study.data import cifar10 as data
 
 REAL = Path(__file__).parents[2] / "shared" / "data"  # where a checkout has the set beside it
 ROWS = 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from cubegrad.study.models.preact import STAGES_18, STAGES_152, Block, PreActResNet
 from cubegrad.study.problems import cifar10
-from cubegrad.study.problems.preact import STAGES_18, STAGES_152, Block, PreActResNet
 
 
 def on_meta(*shape):

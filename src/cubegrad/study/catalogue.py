@@ -31,9 +31,12 @@ def _call(name: str, module: str, function: str) -> object:
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
+        ours = module.startswith("cubegrad.study.")
+        remedy = (
+            "pip install 'cubegrad[problems]'" if ours else "run from its folder, or install it"
+        )
         raise StudyError(
-            f"cannot import {error.name or module} for problem {name!r} ({error}); "
-            "run from its folder, or install it"
+            f"cannot import {error.name or module} for problem {name!r} ({error}); {remedy}"
         ) from None
     made = getattr(loaded, function, None)
     if not callable(made):

@@ -20,6 +20,7 @@ A problem of your own is a function without arguments that returns a `Problem`:
 `cubegrad compare my_module:my_problem` then finds learning rates for it and reports.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,14 @@ Split = Literal["train", "valid", "test"]
 
 class StudyError(Exception):
     """What a user can mend. Its message is one line: what is wrong, and the remedy."""
+
+
+def optional(module: str) -> Any:
+    """A library that one problem needs and `cubegrad problems` does not."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[problems]'") from None
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
 
-from cubegrad.study import data
-from cubegrad.study.data import Images
+from cubegrad.study.data import cifar10 as data
+from cubegrad.study.data.cifar10 import Images
+from cubegrad.study.models.preact import STAGES_18, STAGES_152, PreActResNet
 from cubegrad.study.problem import Preset, Problem, Setup, Split, Task
-from cubegrad.study.problems.preact import STAGES_18, STAGES_152, PreActResNet
 
 SIDE = 32
 PADDING = 4

@@ -1,8 +1,4 @@
-"""Where each data set comes from, its checksums, its reader.
-
-No data set comes with the package. A reader looks in the folder it is given, for the publisher's
-archive or for what it unpacks to, and takes nothing whose checksum is not the published one.
-"""
+"""CIFAR-10, from the publisher's binary or Python archive or what it unpacks to, checked by md5."""
 
 import hashlib
 import io
