@@ -84,7 +84,7 @@ class Watch:
     def __init__(self, epochs: int, device: torch.device) -> None:
         self.epochs, self.device = epochs, device
         activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
-        self.profiler = profile(activities=activities)
+        self.profiler = profile(activities=activities, acc_events=True)
         self.seconds: list[float] = []
         self.begun = time.perf_counter()
 

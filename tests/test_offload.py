@@ -12,8 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from cubegrad import MADGRAD, MirrorMADGRAD
 
-cpu_offload = pytest.importorskip("torchao.optim.cpu_offload")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 each_class = pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
@@ -46,8 +44,9 @@ class Stream:
 
 
 @pytest.fixture
-def a_gpu_or_none(monkeypatch):
-    """Without a GPU, "GPU" tensors are on the CPU and the streams between them do nothing."""
+def offloading(monkeypatch):
+    """torchao's class. Without a GPU, its "GPU" is the CPU and its streams do nothing."""
+    cpu_offload = pytest.importorskip("torchao.optim.cpu_offload")
     if DEVICE == "cpu":
         empty_like = torch.empty_like
         monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cpu", "cuda"])
@@ -55,14 +54,13 @@ def a_gpu_or_none(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_stream", Stream)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
         monkeypatch.setattr(torch, "empty_like", lambda t, **_: empty_like(t, device="cpu"))
+    return cpu_offload.CPUOffloadOptimizer
 
 
 @each_class
-@pytest.mark.usefixtures("a_gpu_or_none")
-def test_inside_torchaos_offloading_optimizer(cls):
+def test_inside_torchaos_offloading_optimizer(cls, offloading):
     reference, model = net(), net()
     train(reference, cls(reference.parameters(), lr=0.01), range(8))
-    offloading = cpu_offload.CPUOffloadOptimizer
     optimizer = offloading(model.parameters(), cls, minimal_size=128, lr=0.01)
     train(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
