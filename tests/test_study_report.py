@@ -242,3 +242,14 @@ def test_a_lone_epoch_and_a_lone_method_can_be_drawn(tmp_path: Path) -> None:
     assert "SGD" in printed
     every = [record("adam", 0.1, 0, None)]
     assert "Adam" in report.write(every, tmp_path / "lost")
+
+
+def test_the_plot_of_rates_shows_every_method() -> None:
+    good, poor = [91.0, 92.0, 93.0, 10.0], [85.0, 80.0, 20.0]
+    low, high = figures.visible([good, poor, []], higher_is_better=True)
+    # Of the seven the worst, 10, is left out; 20 is among the better three quarters.
+    assert low == pytest.approx(20 - 0.08 * 73)
+    assert high == pytest.approx(93 + 0.08 * 73)
+    low, high = figures.visible([[1.0] * 8, [5.0, 6.0, 7.0]], higher_is_better=False)
+    assert (low, high) == (pytest.approx(1 - 0.08 * 5), pytest.approx(6 + 0.08 * 5))
+    assert figures.visible([[2.0]], higher_is_better=False) == (pytest.approx(1.8), 2.2)

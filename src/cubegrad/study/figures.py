@@ -146,9 +146,9 @@ def draw_lrs(
         if lost:
             bottom = axes.get_xaxis_transform()
             axes.plot(lost, [0.02] * len(lost), "x", color=COLOURS[index], transform=bottom)
-    values = sorted(v for s in summaries for _, v in s.lr_curve if v is not None)
-    if len(values) > 1 and values[-1] > values[0]:
-        _zoom(axes, values, judge.higher_is_better)
+    curves = [[v for _, v in s.lr_curve if v is not None] for s in summaries]
+    if any(curves):
+        axes.set_ylim(*visible(curves, judge.higher_is_better))
     axes.set(
         xscale="log", xlabel="learning rate", ylabel=f"{judge.metric}{f', {unit}' if unit else ''}"
     )
@@ -156,12 +156,18 @@ def draw_lrs(
     _legend(axes)
 
 
-def _zoom(axes: Axes, values: list[float], higher_is_better: bool) -> None:
-    """Show the better three quarters: one rate that learns nothing would flatten the rest."""
-    cut = len(values) // 4
-    low, high = (values[cut], values[-1]) if higher_is_better else (values[0], values[-1 - cut])
+def visible(curves: Sequence[Sequence[float]], higher_is_better: bool) -> tuple[float, float]:
+    """The better three quarters, and two points of every curve.
+
+    One rate that learns nothing would flatten the rest.
+    """
+    ranked = [sorted(curve, reverse=higher_is_better) for curve in curves if curve]
+    together = sorted((v for curve in ranked for v in curve), reverse=higher_is_better)
+    shown = together[: len(together) - len(together) // 4]
+    shown += [v for curve in ranked for v in curve[:2]]
+    low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.1 * abs(high) or math.ulp(1.0)
-    axes.set_ylim(low - margin, high + margin)
+    return low - margin, high + margin
 
 
 def _name_row(axes: Axes, line: Sequence[Summary], several: bool) -> None:
