@@ -22,7 +22,7 @@ from cubegrad.study.data.folders import Listing
 from cubegrad.study.problem import Split, StudyError, optional
 
 MOST_WORKERS = 16
-FEW = 1000  # images that are decoded before a worker has started
+FEW = 2000  # images that are decoded before a worker has started
 AT_ONCE = 500  # images a worker hands over, when all are read into memory
 
 

@@ -6,7 +6,7 @@ there. On a GPU the network runs in bfloat16, channels last.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Ta
 
 MEANS = (0.485, 0.456, 0.406)
 DEVIATIONS = (0.229, 0.224, 0.225)
-TEST_BATCH = 500
+TEST_BATCH = 250
 MOST_BYTES = 16 * 2**30  # of images in memory
 
 Source = Callable[[Split, int | None, list[list[int]]], Iterator[Batch]]
@@ -92,12 +92,18 @@ def from_workers(workers: Workers, device: torch.device) -> Source:
     return batches
 
 
+@cache
+def normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Made once: the host waits while they go to the device."""
+    means, deviations = (
+        255 * torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEANS, DEVIATIONS)
+    )
+    return means, deviations
+
+
 def scores(model: nn.Module, images: Tensor) -> Tensor:
     """The classes' scores of images of 0 to 255, which are normalised here."""
-    means, deviations = (
-        255 * torch.tensor(values, device=images.device).view(1, 3, 1, 1)
-        for values in (MEANS, DEVIATIONS)
-    )
+    means, deviations = normalisation(images.device)
     normal = ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cuda", torch.bfloat16, images.is_cuda):
         out: Tensor = model(normal)
@@ -215,19 +221,18 @@ def problem() -> Problem:
         size="ResNet-50, 23,528,522 parameters with 10 classes, at 64 px",
         options={**whole, "side": 64, "short": 73, "longest": 128},
     )
-    few = {"stages": (1, 1, 1, 1), "width": 8, "classes": 10, "train": 60, "test": 30}
+    # A fourth stage would leave one pixel of 32, and batch norms 32 values to average.
+    few = {"stages": (1, 1, 1), "width": 16, "classes": 10, "train": 100, "test": 30}
     cpu = replace(
         gpu,
-        epochs=9,
         batch=32,
-        schedule="tenthing:6-8",
         lrs={
             "madgrad": (1e-3, 5e-3),
             "sgd": (1e-2, 5e-2),
             "adam": (1e-3, 5e-3),
-            "adagrad": (2.5e-2, 1e-1),
+            "adagrad": (1e-2, 5e-2),
         },
-        size="a ResNet of 4 bottlenecks, width 8, at 32 px, on 60 images of each of 10 classes",
+        size="ResNet of 3 bottlenecks, 129,562 parameters, at 32 px, on 1,000 images",
         options={**few, "side": 32, "short": 37, "longest": 64},
     )
     return Problem(
