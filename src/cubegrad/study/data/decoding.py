@@ -4,8 +4,10 @@ A file that cannot be decoded is told of when it is first read: looking at a mil
 every run would take longer than most runs.
 """
 
+import multiprocessing.process
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -103,24 +105,22 @@ class Crops(Dataset[Batch | str]):
 
 
 @dataclass(frozen=True)
-class Whole(Dataset[Stored | str]):
-    """Whole images, shrunk where their longer side is longer than `longest`."""
+class Whole(Dataset[list[Any] | str]):
+    """Whole images, shrunk where their longer side is longer than `longest`.
+
+    As numpy arrays, which come through a pipe: the shared memory that tensors come by is scarce
+    in containers.
+    """
 
     parts: Mapping[Split, Listing]
     longest: int
 
-    def __getitem__(self, wanted: Wanted) -> Stored | str:
+    def __getitem__(self, wanted: Wanted) -> list[Any] | str:
         listing = self.parts[wanted.part]
         try:
-            images = [self._shrunk(listing.path(index)) for index in wanted.indices]
+            return [self._shrunk(listing.path(index)) for index in wanted.indices]
         except StudyError as error:
             return str(error)
-        sizes = np.array([(image.shape[1], image.shape[0]) for image in images])
-        width, height = sizes.max(0).tolist()
-        stored = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
-        for place, image in zip(stored, images, strict=True):
-            place[:, : image.shape[0], : image.shape[1]] = torch.from_numpy(image).permute(2, 0, 1)
-        return Stored(stored, sizes, torch.from_numpy(listing.labels[wanted.indices]))
 
     def _shrunk(self, path: Path) -> Any:
         image = open_image(path)
@@ -158,6 +158,7 @@ class Workers:
             persistent_workers=count > 0,
             pin_memory=pinned,
             worker_init_fn=_begin,
+            collate_fn=_as_it_is,
             generator=Generator(),  # the global one's numbers are the run's
         )
 
@@ -192,8 +193,22 @@ def _context() -> Any:
     return context
 
 
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
 def _begin(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers
+    parent = multiprocessing.process.parent_process()
+    if parent is not None:
+        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """Torch has a worker look whether its parent lives, but that is the server, which lives as
+    long as its workers do."""
+    parent.join()
+    os._exit(1)
 
 
 def worker_count(images: int) -> int:
@@ -208,20 +223,18 @@ def read_all(
     """Every image of every part, on the device."""
     count = worker_count(sum(len(listing) for listing in parts.values()))
     workers = Workers(Whole(parts, longest), count)
-    return {part: _together(workers, part, len(parts[part]), device) for part in parts}
+    return {part: _together(workers, part, listing, device) for part, listing in parts.items()}
 
 
-def _together(workers: Workers, part: Split, count: int, device: torch.device) -> Stored:
+def _together(workers: Workers, part: Split, listing: Listing, device: torch.device) -> Stored:
+    count = len(listing)
     starts = range(0, count, AT_ONCE)
     wanted = [Wanted(part, list(range(start, min(start + AT_ONCE, count)))) for start in starts]
-    answers: list[Stored] = [
-        Stored(answer.images.clone(), *answer[1:]) for answer in workers.answers(wanted)
-    ]
-    height = max(answer.images.shape[2] for answer in answers)
-    width = max(answer.images.shape[3] for answer in answers)
-    images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
-    for start, answer in zip(starts, answers, strict=True):
-        here = images[start : start + len(answer.images)]
-        here[:, :, : answer.images.shape[2], : answer.images.shape[3]] = answer.images.to(device)
-    sizes = np.concatenate([answer.sizes for answer in answers])
-    return Stored(images, sizes, torch.cat([answer.labels for answer in answers]).to(device))
+    pixels = [image for answer in workers.answers(wanted) for image in answer]
+    sizes = np.array([(image.shape[1], image.shape[0]) for image in pixels])
+    width, height = sizes.max(0).tolist()
+    images = np.zeros((count, 3, height, width), dtype=np.uint8)
+    for place, image in zip(images, pixels, strict=True):
+        place[:, : image.shape[0], : image.shape[1]] = image.transpose(2, 0, 1)
+    labels = torch.from_numpy(listing.labels)
+    return Stored(torch.from_numpy(images).to(device), sizes, labels.to(device))

@@ -218,6 +218,12 @@ def problem() -> Problem:
         schedule="tenthing:4-8",
         seeds=3,
         decays=(1e-4,),
+        lrs={
+            "madgrad": (5e-4, 2.5e-3),
+            "sgd": (5e-2, 2.5e-1),
+            "adam": (2.5e-4, 1e-3),
+            "adagrad": (5e-3, 2.5e-2),
+        },
         size="ResNet-50, 23,528,522 parameters with 10 classes, at 64 px",
         options={**whole, "side": 64, "short": 73, "longest": 128},
     )
