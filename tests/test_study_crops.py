@@ -91,11 +91,11 @@ def test_an_images_numbers_do_not_depend_on_who_else_is_drawn():
 
 
 def test_sizes_of_the_test_crop_by_hand():
-    assert crops.resized((500, 375), 256) == (341, 256)  # 341.3
-    assert crops.resized((375, 500), 256) == (256, 341)
-    assert crops.resized((32, 32), 73) == (73, 73)
-    assert crops.middle((341, 256), 224) == (58, 16)  # 58.5 to the even
-    assert crops.middle((256, 256), 224) == (16, 16)
+    sizes = np.array([(500, 375), (375, 500), (32, 32)])
+    assert crops.resized(sizes[:2], 256).tolist() == [[341, 256], [256, 341]]  # 341.3
+    assert crops.resized(sizes[2:], 73).tolist() == [[73, 73]]
+    middles = crops.middles(np.array([(341, 256), (256, 256)]), 224)
+    assert middles.tolist() == [[58, 16], [16, 16]]  # 58.5 goes to the even
     boxes = crops.middle_boxes(np.array([[512, 512], [512, 1024]]), 256, 224)
     assert boxes.tolist() == [[32, 32, 448, 448], [32, 288, 448, 448]]
 
@@ -124,8 +124,9 @@ def test_a_crop_is_resampled_as_pillow_does(where, mirror):
 @pytest.mark.parametrize("size", [(60, 45), (45, 60), (20, 20), (100, 33)])
 def test_the_middle_is_resampled_as_pillow_does(size):
     image = photo(size)
-    width, height = crops.resized(size, 37)
-    left, top = crops.middle((width, height), 32)
+    shorter = min(size)
+    width, height = (37 * length // shorter for length in size)
+    left, top = round((width - 32) / 2), round((height - 32) / 2)
     expected = image.resize((width, height), BILINEAR).crop((left, top, left + 32, top + 32))
     boxes = torch.from_numpy(crops.middle_boxes(np.array([size]), 37, 32)).float()
     stored = torch.zeros(1, 3, 110, 120, dtype=torch.uint8)  # what lies around is never read

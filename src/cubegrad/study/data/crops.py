@@ -1,7 +1,8 @@
 """Where images are cropped, and the resampling of a crop on any device.
 
 A box is (left, top, width, height) in pixels. Boxes are arrays, a row an image, so that those of
-a whole epoch are drawn at once, and those of one image give the same numbers.
+a whole epoch are drawn at once, and one image by itself gets the same. So are sizes, (width,
+height).
 """
 
 import math
@@ -16,8 +17,6 @@ RATIO = (3 / 4, 4 / 3)  # width to height
 TRIES = 10
 DRAWS = 2 * TRIES + 4  # uniform numbers an image: areas and ratios, left, top, mirror, one unused
 BLOCK = 4  # numbers that Philox makes at a time
-
-Size = tuple[int, int]  # width and height
 
 
 def draws(seed: int, epoch: int, first: int, count: int) -> Any:
@@ -55,28 +54,22 @@ def random_boxes(sizes: Any, uniform: Any) -> tuple[Any, Any]:
     return boxes.astype(np.int64), uniform[:, 2 * TRIES + 2] < 0.5
 
 
-def resized(size: Size, short: int) -> Size:
-    """The size at which the shorter side is `short`."""
-    width, height = size
-    if width <= height:
-        return short, int(short * height / width)
-    return int(short * width / height), short
+def resized(sizes: Any, short: int) -> Any:
+    """The sizes at which the shorter sides are `short`."""
+    shorter = sizes.min(1, keepdims=True)
+    return (short * sizes / shorter).astype(np.int64)
 
 
-def middle(size: Size, side: int) -> tuple[int, int]:
-    """Left and top of the square in the middle."""
-    return round((size[0] - side) / 2), round((size[1] - side) / 2)
+def middles(sizes: Any, side: int) -> Any:
+    """Left and top of the squares in the middle."""
+    return np.rint((sizes - side) / 2).astype(np.int64)
 
 
 def middle_boxes(sizes: Any, short: int, side: int) -> Any:
     """The boxes, in pixels of the images, whose resampling is a resize and a crop of its middle."""
-    boxes = np.empty((len(sizes), 4))
-    for box, (width, height) in zip(boxes, sizes.tolist(), strict=True):
-        to = resized((width, height), short)
-        left, top = middle(to, side)
-        across, down = width / to[0], height / to[1]
-        box[:] = left * across, top * down, side * across, side * down
-    return boxes
+    to = resized(sizes, short)
+    shrunk = sizes / to
+    return np.concatenate([middles(to, side) * shrunk, side * shrunk], 1)
 
 
 def weights(start: Tensor, length: Tensor, low: Tensor, high: Tensor, side: int, n: int) -> Tensor:

@@ -91,13 +91,15 @@ class Crops(Dataset[Batch | str]):
 
     def _crop(self, listing: Listing, index: int, epoch: int | None) -> Any:
         image = open_image(listing.path(index))
+        size = np.array([image.size])
         bilinear = optional("PIL.Image").Resampling.BILINEAR
         if epoch is None:
-            image = image.resize(crops.resized(image.size, self.short), bilinear)
-            left, top = crops.middle(image.size, self.side)
+            size = crops.resized(size, self.short)
+            image = image.resize(size[0].tolist(), bilinear)
+            left, top = crops.middles(size, self.side)[0].tolist()
             return np.asarray(image.crop((left, top, left + self.side, top + self.side)))
         uniform = crops.draws(self.seed, epoch, index, 1)
-        boxes, mirrored = crops.random_boxes(np.array([image.size]), uniform)
+        boxes, mirrored = crops.random_boxes(size, uniform)
         left, top, width, height = boxes[0].tolist()
         image = image.crop((left, top, left + width, top + height))
         pixels = np.asarray(image.resize((self.side, self.side), bilinear))
