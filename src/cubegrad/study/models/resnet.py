@@ -6,7 +6,6 @@ had it in the first 1x1. It is a little more accurate and has the same parameter
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
@@ -63,5 +62,5 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.blocks(self.pool(relu(self.norm(self.first(images)))))
-        scores: Tensor = self.classifier(torch.flatten(features.mean((2, 3)), 1))
+        scores: Tensor = self.classifier(features.mean((2, 3)))
         return scores
