@@ -1,0 +1,242 @@
+"""Image files -> bytes: cropped in worker processes as they are needed, or all kept in memory.
+
+A file that cannot be decoded is told of when it is first read: looking at a million images before
+every run would take longer than most runs.
+"""
+
+import multiprocessing.process
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cubegrad.study.data import crops
+from cubegrad.study.data.folders import Listing
+from cubegrad.study.problem import Split, StudyError, optional
+
+MOST_WORKERS = 16
+FEW = 2000  # images that are decoded before a worker has started
+AT_ONCE = 500  # images a worker hands over, when all are read into memory
+
+
+class Batch(NamedTuple):
+    images: Tensor  # [count, 3, side, side], of 0 to 255
+    labels: Tensor
+
+
+class Stored(NamedTuple):
+    """Whole images in bytes, [count, 3, n, m], each in the upper left corner, and their sizes."""
+
+    images: Tensor
+    sizes: Any  # numpy, [count, 2]: width and height
+    labels: Tensor
+
+
+class Wanted(NamedTuple):
+    """What is asked of a worker."""
+
+    part: Split
+    indices: list[int]
+    epoch: int | None = None  # of the random crops; the middle of the image without
+
+
+def open_image(path: Path) -> Any:
+    """Pillow's image in RGB. Transparency is dropped, and 16 bits become the upper 8."""
+    images = optional("PIL.Image")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata and palettes
+            with images.open(path) as image:
+                return _rgb(image)
+    except Exception as error:  # damaged files make Pillow raise whatever their bytes spell
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StudyError(f"{path} cannot be decoded ({reason}); replace it, or delete it") from None
+
+
+def _rgb(image: Any) -> Any:
+    if image.mode.startswith("I"):  # Pillow would make everything above 255 white
+        wide = np.asarray(image.convert("I"))
+        image = optional("PIL.Image").fromarray((wide >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Crops(Dataset[Batch | str]):
+    """Square crops of images, of random places or of the middle."""
+
+    parts: Mapping[Split, Listing]
+    seed: int
+    side: int
+    short: int  # the shorter side, before the middle is cropped
+
+    def __getitem__(self, wanted: Wanted) -> Batch | str:
+        listing = self.parts[wanted.part]
+        try:
+            images = [self._crop(listing, index, wanted.epoch) for index in wanted.indices]
+        except StudyError as error:
+            return str(error)
+        labels = torch.from_numpy(listing.labels[wanted.indices])
+        return Batch(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), labels)
+
+    def _crop(self, listing: Listing, index: int, epoch: int | None) -> Any:
+        image = open_image(listing.path(index))
+        size = np.array([image.size])
+        bilinear = optional("PIL.Image").Resampling.BILINEAR
+        if epoch is None:
+            size = crops.resized(size, self.short)
+            image = image.resize(size[0].tolist(), bilinear)
+            left, top = crops.middles(size, self.side)[0].tolist()
+            return np.asarray(image.crop((left, top, left + self.side, top + self.side)))
+        uniform = crops.draws(self.seed, epoch, index, 1)
+        boxes, mirrored = crops.random_boxes(size, uniform)
+        left, top, width, height = boxes[0].tolist()
+        image = image.crop((left, top, left + width, top + height))
+        pixels = np.asarray(image.resize((self.side, self.side), bilinear))
+        return pixels[:, ::-1] if mirrored[0] else pixels
+
+
+@dataclass(frozen=True)
+class Whole(Dataset[list[Any] | str]):
+    """Whole images, shrunk where their longer side is longer than `longest`.
+
+    As numpy arrays, which come through a pipe: the shared memory that tensors come by is scarce
+    in containers.
+    """
+
+    parts: Mapping[Split, Listing]
+    longest: int
+
+    def __getitem__(self, wanted: Wanted) -> list[Any] | str:
+        listing = self.parts[wanted.part]
+        try:
+            return [self._shrunk(listing.path(index)) for index in wanted.indices]
+        except StudyError as error:
+            return str(error)
+
+    def _shrunk(self, path: Path) -> Any:
+        image = open_image(path)
+        factor = self.longest / max(image.size)
+        if factor < 1:
+            size = tuple(max(round(length * factor), 1) for length in image.size)
+            image = image.resize(size, optional("PIL.Image").Resampling.BILINEAR)
+        return np.array(image)
+
+
+class _Plan:
+    """A sampler whose samples can be changed."""
+
+    def __init__(self) -> None:
+        self.wanted: Iterable[Wanted] = ()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return iter(self.wanted)
+
+
+class Workers:
+    """Processes that decode, and answer in the order they were asked; with 0, this one does.
+
+    They live as long as this object, from the first question on.
+    """
+
+    def __init__(self, dataset: Dataset[Any], count: int, pinned: bool = False) -> None:
+        self.plan = _Plan()
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=self.plan,
+            num_workers=count,
+            multiprocessing_context=_context() if count else None,
+            persistent_workers=count > 0,
+            pin_memory=pinned,
+            worker_init_fn=_begin,
+            collate_fn=_as_it_is,
+            generator=Generator(),  # the global one's numbers are the run's
+        )
+
+    def answers(self, wanted: Iterable[Wanted]) -> Iterator[Any]:
+        self.plan.wanted = wanted
+        try:
+            for answer in self.loader:
+                # Torch would raise a worker's exception with the worker's traceback in its text.
+                if isinstance(answer, str):
+                    raise StudyError(answer)
+                yield answer
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise StudyError(
+                "a process that decodes images was killed, perhaps for want of memory or of room "
+                "in /dev/shm; the same command goes on where it was"
+            ) from None
+
+
+def _context() -> Any:
+    """How workers are started: from a server that has imported torch and runs nothing else.
+
+    Forking a process in which torch has started threads may hang it; spawning imports torch in
+    each.
+    """
+    methods = torch.multiprocessing.get_all_start_methods()
+    context = torch.multiprocessing.get_context(
+        "forkserver" if "forkserver" in methods else "spawn"
+    )
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _begin(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers
+    parent = multiprocessing.process.parent_process()
+    if parent is not None:
+        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """Torch has a worker look whether its parent lives, but that is the server, which lives as
+    long as its workers do."""
+    parent.join()
+    os._exit(1)
+
+
+def worker_count(images: int) -> int:
+    """One a core, unless the images are few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return 0 if images < FEW else min(cores or 1, MOST_WORKERS)
+
+
+def read_all(
+    parts: Mapping[Split, Listing], longest: int, device: torch.device
+) -> dict[Split, Stored]:
+    """Every image of every part, on the device."""
+    count = worker_count(sum(len(listing) for listing in parts.values()))
+    workers = Workers(Whole(parts, longest), count)
+    return {part: _together(workers, part, listing, device) for part, listing in parts.items()}
+
+
+def _together(workers: Workers, part: Split, listing: Listing, device: torch.device) -> Stored:
+    count = len(listing)
+    starts = range(0, count, AT_ONCE)
+    wanted = [Wanted(part, list(range(start, min(start + AT_ONCE, count)))) for start in starts]
+    pixels = [image for answer in workers.answers(wanted) for image in answer]
+    sizes = np.array([(image.shape[1], image.shape[0]) for image in pixels])
+    width, height = sizes.max(0).tolist()
+    images = np.zeros((count, 3, height, width), dtype=np.uint8)
+    for place, image in zip(images, pixels, strict=True):
+        place[:, : image.shape[0], : image.shape[1]] = image.transpose(2, 0, 1)
+    labels = torch.from_numpy(listing.labels)
+    return Stored(torch.from_numpy(images).to(device), sizes, labels.to(device))

@@ -1,0 +1,256 @@
+"""ImageNet with ResNet-50, as in the paper's section on it; any folder-per-class tree will do.
+
+Images are decoded and cropped in worker processes, or all kept in bytes on the device and cropped
+there. On a GPU the network runs in bfloat16, channels last.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from cubegrad.study.data import crops
+from cubegrad.study.data.decoding import (
+    Batch,
+    Crops,
+    Stored,
+    Wanted,
+    Workers,
+    read_all,
+    worker_count,
+)
+from cubegrad.study.data.folders import Tree, read_tree
+from cubegrad.study.models.resnet import STAGES_50, ResNet
+from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
+
+MEANS = (0.485, 0.456, 0.406)
+DEVIATIONS = (0.229, 0.224, 0.225)
+TEST_BATCH = 250
+MOST_BYTES = 16 * 2**30  # of images in memory
+
+Source = Callable[[Split, int | None, list[list[int]]], Iterator[Batch]]
+"""Batches of a part's images, those of an epoch at random places, else their middles."""
+
+
+def tree_of(setup: Setup) -> Tree:
+    options = setup.preset.options
+    most = options["train"], options["test"]
+    return read_tree(setup.data, options["classes"], most, setup.hold_out)
+
+
+@lru_cache(maxsize=1)
+def stored(
+    folder: Path, chosen: tuple[Any, ...], hold_out: bool, longest: int, device: torch.device
+) -> tuple[int, dict[Split, Stored]]:
+    """How many classes there are, and the images, which the runs of one process share."""
+    classes, *most = chosen
+    tree = read_tree(folder, classes, (most[0], most[1]), hold_out)
+    return len(tree.classes), read_all(tree.parts, longest, device)
+
+
+def from_memory(sets: dict[Split, Stored], seed: int, side: int, short: int) -> Source:
+    """Crops made on the device. The numbers of an image are those that a worker would draw."""
+
+    def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
+        images, sizes, labels = sets[part]
+        device = images.device
+        if epoch is None:
+            boxes = crops.middle_boxes(sizes, short, side)
+            bounds = np.concatenate([np.zeros_like(sizes), sizes], 1)
+            mirrored = np.zeros(len(sizes), dtype=bool)
+        else:
+            uniform = crops.draws(seed, epoch, 0, len(sizes))
+            boxes, mirrored = crops.random_boxes(sizes, uniform)
+            bounds = boxes
+        on_device = [
+            torch.from_numpy(array).to(device, dtype)
+            for array, dtype in (
+                (boxes, torch.float32),
+                (bounds, torch.float32),
+                (mirrored, torch.bool),
+            )
+        ]
+        order = torch.tensor([index for indices in plan for index in indices], device=device)
+        for index in torch.split(order, [len(indices) for indices in plan]):
+            box, bound, mirror = (values[index] for values in on_device)
+            yield Batch(crops.resample(images[index], box, bound, mirror, side), labels[index])
+
+    return batches
+
+
+def from_workers(workers: Workers, device: torch.device) -> Source:
+    def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
+        for images, labels in workers.answers(Wanted(part, some, epoch) for some in plan):
+            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+
+    return batches
+
+
+@cache
+def normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Made once: the host waits while they go to the device."""
+    means, deviations = (
+        255 * torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEANS, DEVIATIONS)
+    )
+    return means, deviations
+
+
+def scores(model: nn.Module, images: Tensor) -> Tensor:
+    """The classes' scores of images of 0 to 255, which are normalised here."""
+    means, deviations = normalisation(images.device)
+    normal = ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16, images.is_cuda):
+        out: Tensor = model(normal)
+    return out.float()
+
+
+def shuffled(count: int, batch: int, generator: Generator) -> list[list[int]]:
+    """An epoch's batches, the last perhaps smaller, but never one image.
+
+    A lone image may leave a batch norm with one value a channel and nothing to normalise by.
+    """
+    order = torch.randperm(count, generator=generator).tolist()
+    if count % batch == 1:
+        order.pop()
+    return in_order(order, batch)
+
+
+def in_order(order: list[int], batch: int) -> list[list[int]]:
+    return [order[start : start + batch] for start in range(0, len(order), batch)]
+
+
+def build(setup: Setup) -> Task:
+    options, device, batch = setup.preset.options, setup.device, setup.preset.batch
+    side, short = options["side"], options["short"]
+    if batch < 2:
+        raise StudyError(f"--batch {batch} leaves batch norms nothing to average; use 2 or more")
+    if options["longest"] is not None:
+        chosen = tuple(options[name] for name in ("classes", "train", "test"))
+        classes, sets = stored(setup.data, chosen, setup.hold_out, options["longest"], device)
+        counts = {part: len(images.labels) for part, images in sets.items()}
+        source = from_memory(sets, setup.seed, side, short)
+    else:
+        tree = tree_of(setup)
+        classes = len(tree.classes)
+        counts = {part: len(listing) for part, listing in tree.parts.items()}
+        workers = Workers(
+            Crops(tree.parts, setup.seed, side, short),
+            worker_count(counts["train"]),
+            pinned=device.type == "cuda",
+        )
+        source = from_workers(workers, device)
+    model = ResNet(options["stages"], options["width"], classes)
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        generator = Generator().manual_seed(1_000_003 * setup.seed + epoch)
+        return source("train", epoch, shuffled(counts["train"], batch, generator))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(scores(model, batch.images), batch.labels)
+
+    def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
+        plan = in_order(list(range(counts[part])), TEST_BATCH)
+        return judged(model, source(part, None, plan), counts[part])
+
+    steps = len(shuffled(counts["train"], batch, Generator()))
+    return Task(model, batches, loss, evaluate, steps_per_epoch=steps)
+
+
+@torch.no_grad()
+def judged(model: nn.Module, batches: Iterator[Batch], count: int) -> dict[str, float]:
+    """Mean loss and accuracy in percent; the host waits for the device once."""
+    sums: list[Tensor] = []
+    names = ["loss", "accuracy"]
+    for images, labels in batches:
+        out = scores(model, images)
+        found = [cross_entropy(out, labels, reduction="sum"), (out.argmax(1) == labels).sum()]
+        if out.shape[1] > 5:  # of 5 classes all are among the first 5
+            names = ["loss", "accuracy", "top5"]
+            found.append((out.topk(5, 1).indices == labels[:, None]).sum())
+        sums.append(torch.stack([value.double() for value in found]))
+    means = (torch.stack(sums).sum(0) / count).tolist()
+    return {
+        name: mean if name == "loss" else 100 * mean
+        for name, mean in zip(names, means, strict=True)
+    }
+
+
+def check_data(setup: Setup) -> None:
+    optional("PIL.Image")
+    longest = setup.preset.options["longest"]
+    count = sum(len(listing) for listing in tree_of(setup).parts.values())
+    if longest is not None and count * 3 * longest**2 > MOST_BYTES:
+        raise StudyError(
+            f"this preset keeps all images in memory, and {count:,} may take "
+            f"{count * 3 * longest**2 / 2**30:.0f} GiB, more than {MOST_BYTES >> 30}; "
+            "use fewer images, or --preset paper"
+        )
+
+
+def problem() -> Problem:
+    whole: dict[str, Any] = {"stages": STAGES_50, "width": 64, "classes": None}
+    whole.update(train=None, test=None)  # how many images of a class: all
+    paper = Preset(
+        epochs=90,
+        batch=256,
+        # The third tenthing is in the paper's table; a run of 90 epochs ends before it.
+        schedule="tenthing:30-60-90",
+        decays=(2.5e-5, 1e-4),
+        lrs={
+            "madgrad": (5e-4, 2.5e-3),
+            "sgd": (5e-2, 2.5e-1),
+            "adam": (1e-4, 5e-4),
+            "adagrad": (5e-3, 2.5e-2),
+        },
+        size="ResNet-50, 25,557,032 parameters with 1,000 classes, at 224 px",
+        options={**whole, "side": 224, "short": 256, "longest": None},
+    )
+    gpu = replace(
+        paper,
+        epochs=12,
+        schedule="tenthing:4-8",
+        seeds=3,
+        decays=(1e-4,),
+        lrs={
+            "madgrad": (5e-4, 2.5e-3),
+            "sgd": (5e-2, 2.5e-1),
+            "adam": (2.5e-4, 1e-3),
+            "adagrad": (5e-3, 2.5e-2),
+        },
+        size="ResNet-50, 23,528,522 parameters with 10 classes, at 64 px",
+        options={**whole, "side": 64, "short": 73, "longest": 128},
+    )
+    # A fourth stage would leave one pixel of 32, and batch norms 32 values to average.
+    few = {"stages": (1, 1, 1), "width": 16, "classes": 10, "train": 100, "test": 30}
+    cpu = replace(
+        gpu,
+        batch=32,
+        lrs={
+            "madgrad": (1e-3, 5e-3),
+            "sgd": (1e-2, 5e-2),
+            "adam": (1e-3, 5e-3),
+            "adagrad": (1e-2, 5e-2),
+        },
+        size="ResNet of 3 bottlenecks, 129,562 parameters, at 32 px, on 1,000 images",
+        options={**few, "side": 32, "short": 37, "longest": 64},
+    )
+    return Problem(
+        name="imagenet",
+        description="ResNet-50 on ImageNet, or on any folder of images for each class",
+        build=build,
+        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        metric="accuracy",
+        higher_is_better=True,
+        unit="%",
+        data="yours, as imagenet/train/CLASS/*.JPEG and imagenet/val/CLASS/*.JPEG in --data; "
+        "ImageNet's own from https://image-net.org/download.php",
+        paper="ImageNet",
+        check_data=check_data,
+    )

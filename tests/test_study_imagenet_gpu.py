@@ -1,0 +1,64 @@
+"""ImageNet's problem on a GPU: crops made there, images brought there, and no waiting."""
+
+import numpy as np
+import pytest
+import torch
+from small_images import lay, settings_of, small_problem
+
+from cubegrad.study import Setup
+from cubegrad.study.data import crops, decoding
+from cubegrad.study.problems import imagenet
+from cubegrad.study.train import Place, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+WAYS = [{"longest": None}, {"longest": 64}]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return lay(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    yield
+    imagenet.stored.cache_clear()
+
+
+def test_crops_are_those_of_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (20, 3, 40, 50), generator=generator, dtype=torch.uint8)
+    boxes, mirrored = crops.random_boxes(np.tile([[50, 40]], (20, 1)), crops.draws(0, 0, 0, 20))
+    there = torch.from_numpy(boxes).float(), torch.from_numpy(mirrored)
+    expected = crops.resample(pixels, there[0], *there, 16)
+    box, mirror = (value.cuda() for value in there)
+    found = crops.resample(pixels.cuda(), box, box, mirror, 16)
+    assert torch.allclose(found.cpu(), expected, atol=0.01)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_run_learns(images, monkeypatch, options):
+    for module in (decoding, imagenet):
+        monkeypatch.setattr(module, "worker_count", lambda _: 1)
+    problem = small_problem(**options)
+    record = run(problem, settings_of(problem, epochs=6, device="cuda"), Place(images))
+    assert record.status == "finished"
+    assert record.curve["accuracy"][-1] > 70
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_the_host_does_not_wait_within_an_epoch(images, options):
+    problem = small_problem(**options)
+    device = torch.device("cuda")
+    task = imagenet.build(Setup(problem.presets["cpu"], 0, device, images))
+    batches = task.batches(0)
+    total = task.loss(task.model, next(batches)).detach()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            loss = task.loss(task.model, batch)
+            loss.backward()
+            total += loss.detach()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert total.isfinite().item()
