@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 import cubegrad
 from cubegrad.study.data import cifar10 as data
+from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.models.preact import PreActResNet
 from cubegrad.study.problems import cifar10
 from cubegrad.study.train import Place, run
@@ -31,7 +32,7 @@ def small(monkeypatch):
 class PretendGraph:
     """A CUDA graph on a CPU: a replay does the captured work again, into the same tensors."""
 
-    step: cifar10.GraphedStep
+    step: GraphedStep
 
     def replay(self):
         (captured,) = (one for one in self.step.captured.values() if one.graph is self)
@@ -74,7 +75,7 @@ def two_tasks(small, device, loss=cifar10.mean_loss):
     for _ in range(2):
         torch.manual_seed(0)
         tasks.append(cifar10.build(setup_of(small, device=device)))
-    return *tasks, cifar10.GraphedStep(tasks[0].model, 16, loss)
+    return *tasks, GraphedStep(tasks[0].model, loss, 16, cifar10.mean_loss)
 
 
 def two_epochs(graphed, plain, step):
@@ -118,7 +119,7 @@ def test_a_graphed_step_is_a_step(small, monkeypatch):
 @GPU
 def test_a_graphed_step_is_a_step_on_a_gpu(small):
     graphed, plain, step = two_tasks(small, torch.device("cuda"))
-    assert isinstance(graphed.step, cifar10.GraphedStep)
+    assert isinstance(graphed.step, GraphedStep)
     for loss, expected in two_epochs(graphed, plain, step):
         torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)  # bfloat16
     assert sorted(step.captured) == [6, 16]

@@ -4,7 +4,7 @@ The data lies on the device in bytes and is cropped and flipped there. On a GPU 
 run in bfloat16, and a batch's loss and gradients are one CUDA graph of compiled code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from torch.optim import Optimizer
 
 from cubegrad.study.data import cifar10 as data
 from cubegrad.study.data.cifar10 import Images
+from cubegrad.study.graphs import GraphedStep, Loss
 from cubegrad.study.models.preact import STAGES_18, STAGES_152, PreActResNet
 from cubegrad.study.problem import Preset, Problem, Setup, Split, Task
 
@@ -25,9 +25,6 @@ PADDING = 4
 HELD_OUT = 0.1  # of the training set, its last images; the publisher has shuffled them
 TEST_BATCH = 1000
 CROPPED_AT_ONCE = 8192  # images; their indices take 8 KiB each for a moment
-WARM_UP = 3  # steps, in which cuDNN and Triton choose their kernels
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @lru_cache(maxsize=1)
@@ -90,73 +87,6 @@ def compiled_loss() -> Loss:
     return torch.compile(mean_loss, dynamic=False)
 
 
-class GraphedStep:
-    """`Task.step` on a GPU: replays a batch's loss and gradients, then steps the optimizer."""
-
-    def __init__(self, model: nn.Module, full: int, loss: Loss) -> None:
-        self.model = model
-        self.full = full  # the size of all batches but the last
-        self.loss = loss
-        self.captured: dict[int, _Captured] = {}
-
-    def __call__(self, optimizer: Optimizer, batch: Images) -> Tensor:
-        count = len(batch.labels)
-        if count not in self.captured:
-            # The last batch of an epoch is not worth a second compilation.
-            loss = self.loss if count == self.full else mean_loss
-            self.captured[count] = _Captured(self.model, loss, batch)
-        loss_value = self.captured[count].replay(batch)
-        optimizer.step()
-        return loss_value
-
-
-class _Captured:
-    """One batch size's loss and gradients as a CUDA graph."""
-
-    def __init__(self, model: nn.Module, loss: Loss, batch: Images) -> None:
-        self.params = [param for param in model.parameters() if param.requires_grad]
-        self.batch = Images(batch.images.clone(), batch.labels.clone())
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        chosen = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = True
-        try:
-            with torch.cuda.stream(stream):
-                self._warm_up(model, loss)
-            with torch.cuda.graph(self.graph, stream=stream):
-                self.loss = loss(model, *self.batch)
-                self.loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            torch.backends.cudnn.benchmark = chosen
-        self.loss = self.loss.detach()
-        self.grads = [param.grad for param in self.params]
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
-        """Steps that leave no trace: the running means are put back, the gradients dropped."""
-        kept = [buffer.clone() for buffer in model.buffers()]
-        for _ in range(WARM_UP):
-            self._drop_gradients()
-            loss(model, *self.batch).backward()  # type: ignore[no-untyped-call]
-        self._drop_gradients()  # the graph's own must be new, so that it writes and never adds
-        for buffer, value in zip(model.buffers(), kept, strict=True):
-            buffer.copy_(value)
-
-    def _drop_gradients(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def replay(self, batch: Images) -> Tensor:
-        self.batch.images.copy_(batch.images)
-        self.batch.labels.copy_(batch.labels)
-        self.graph.replay()
-        if self.params[0].grad is not self.grads[0]:  # another batch size's were the last
-            for param, grad in zip(self.params, self.grads, strict=True):
-                param.grad = grad
-        return self.loss.clone()
-
-
 def build(setup: Setup) -> Task:
     options = setup.preset.options
     sizes = (options["train"], options["test"])
@@ -183,7 +113,8 @@ def build(setup: Setup) -> Task:
 
     step = None
     if setup.device.type == "cuda":
-        step = GraphedStep(model, batch, compiled_loss() if options["compile"] else mean_loss)
+        loss_of_full = compiled_loss() if options["compile"] else mean_loss
+        step = GraphedStep(model, loss_of_full, batch, rest=mean_loss)
     steps = -(-len(train.labels) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 

@@ -1,7 +1,7 @@
 """ImageNet with ResNet-50, as in the paper's section on it; any folder-per-class tree will do.
 
 Images are decoded and cropped in worker processes, or all kept in bytes on the device and cropped
-there. On a GPU the network runs in bfloat16, channels last.
+there. On a GPU the network runs in bfloat16, channels last, and a step is one CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from cubegrad.study.data.decoding import (
     worker_count,
 )
 from cubegrad.study.data.folders import Tree, read_tree
+from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.models.resnet import STAGES_50, ResNet
 from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
 
@@ -105,9 +106,14 @@ def scores(model: nn.Module, images: Tensor) -> Tensor:
     """The classes' scores of images of 0 to 255, which are normalised here."""
     means, deviations = normalisation(images.device)
     normal = ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
-    with torch.autocast("cuda", torch.bfloat16, images.is_cuda):
+    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    with torch.autocast("cuda", torch.bfloat16, images.is_cuda, cache_enabled=False):
         out: Tensor = model(normal)
     return out.float()
+
+
+def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(scores(model, images), labels)
 
 
 def shuffled(count: int, batch: int, generator: Generator) -> list[list[int]]:
@@ -153,14 +159,15 @@ def build(setup: Setup) -> Task:
         return source("train", epoch, shuffled(counts["train"], batch, generator))
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return cross_entropy(scores(model, batch.images), batch.labels)
+        return mean_loss(model, *batch)
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
         plan = in_order(list(range(counts[part])), TEST_BATCH)
         return judged(model, source(part, None, plan), counts[part])
 
     steps = len(shuffled(counts["train"], batch, Generator()))
-    return Task(model, batches, loss, evaluate, steps_per_epoch=steps)
+    step = GraphedStep(model, mean_loss, batch) if device.type == "cuda" else None
+    return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 
 
 @torch.no_grad()

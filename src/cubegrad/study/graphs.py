@@ -1,0 +1,80 @@
+"""A batch's loss and gradients as one CUDA graph: one launch, where a step has a thousand kernels
+too short to keep a GPU busy while the host launches the next.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+WARM_UP = 3  # steps, in which cuDNN and Triton choose their kernels and cuFFT makes its plans
+
+Loss = Callable[..., Tensor]  # of a model and the tensors of a batch
+
+
+class GraphedStep:
+    """`Task.step` on a GPU: replays a batch's loss and gradients, then steps the optimizer."""
+
+    def __init__(self, model: nn.Module, loss: Loss, full: int, rest: Loss | None = None) -> None:
+        self.model = model
+        self.loss = loss
+        self.full = full  # the size of all batches but the last
+        self.rest = rest or loss  # of the last batch, which is not worth a second compilation
+        self.captured: dict[int, Captured] = {}
+
+    def __call__(self, optimizer: Optimizer, batch: Sequence[Tensor]) -> Tensor:
+        count = len(batch[0])
+        if count not in self.captured:
+            loss = self.loss if count == self.full else self.rest
+            self.captured[count] = Captured(self.model, loss, batch)
+        value = self.captured[count].replay(batch)
+        optimizer.step()
+        return value
+
+
+class Captured:
+    """The graph of batches of one shape. A replay leaves the gradients in the parameters."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> None:
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.batch = [tensor.clone() for tensor in batch]
+        self.graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        chosen = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.cuda.stream(stream):
+                self._warm_up(model, loss)
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.loss = loss(model, *self.batch)
+                self.loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            torch.backends.cudnn.benchmark = chosen
+        self.loss = self.loss.detach()
+        self.grads = [param.grad for param in self.params]
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
+        """Steps that leave no trace: the running means are put back, the gradients dropped."""
+        kept = [buffer.clone() for buffer in model.buffers()]
+        for _ in range(WARM_UP):
+            self._drop_gradients()
+            loss(model, *self.batch).backward()  # type: ignore[no-untyped-call]
+        self._drop_gradients()  # the graph's own must be new, so that it writes and never adds
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+
+    def _drop_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def replay(self, batch: Sequence[Tensor]) -> Tensor:
+        for own, given in zip(self.batch, batch, strict=True):
+            own.copy_(given)
+        self.graph.replay()
+        if self.params[0].grad is not self.grads[0]:  # another shape's were the last
+            for param, grad in zip(self.params, self.grads, strict=True):
+                param.grad = grad
+        return self.loss.clone()
