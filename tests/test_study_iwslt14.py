@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from cubegrad.study import Setup, StudyError, methods, schedules
-from cubegrad.study.data.subwords import END, PAD, Sentences
+from cubegrad.study.data import translation
+from cubegrad.study.data.subwords import END, PAD
+from cubegrad.study.data.translation import Batch
 from cubegrad.study.problems import iwslt14
-from cubegrad.study.problems.iwslt14 import Batch, Part
 from cubegrad.study.train import Place, run
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,49 +24,9 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.fixture
 def data(tmp_path):
     write_parts(tmp_path / "small")
-    iwslt14.prepared.cache_clear()
+    translation.prepared.cache_clear()
     yield tmp_path
-    iwslt14.prepared.cache_clear()
-
-
-def part_of(lengths):
-    """Sentences of these lengths, (source, target)."""
-    sides = ([[4] * (length - 1) + [END] for length in side] for side in zip(*lengths, strict=True))
-    return Part(*map(Sentences, sides), [])
-
-
-def test_batches_by_hand():
-    lengths = [(4, 4)] * 20
-    cut = iwslt14.by_length(part_of(lengths), 40, torch.arange(20))
-    assert [len(group) for group in cut] == [8, 8, 4]  # ten would fit, eight is a multiple of 8
-    assert list(chain(*cut)) == list(range(20))
-    few = iwslt14.by_length(part_of(lengths), 20, torch.arange(20))
-    assert [len(group) for group in few] == [5, 5, 5, 5]  # less than 8 are no multiple
-    # The longer side counts: one target of 9 leaves room for two sentences of twenty tokens.
-    mixed = [(2, 2), (3, 9), (3, 3), (2, 3), (5, 1)]
-    cut = iwslt14.by_length(part_of(mixed), 20, torch.tensor([4, 3, 2, 1, 0]))
-    assert cut == [[0, 3, 2], [1, 4]]
-
-
-def test_alike_sentences_stay_in_the_given_order():
-    lengths = [(3, 3), (2, 2), (3, 2), (3, 3), (2, 2)]
-    assert iwslt14.by_length(part_of(lengths), 100, torch.arange(5)) == [[1, 4, 2, 0, 3]]
-    assert iwslt14.by_length(part_of(lengths), 100, torch.arange(5).flip(0)) == [[4, 1, 2, 3, 0]]
-
-
-def test_no_batch_is_larger_than_asked_for_and_none_is_left_out():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 40, (500, 2), generator=generator).tolist()
-    part = part_of(lengths)
-    cut = iwslt14.by_length(part, 160, torch.randperm(500, generator=generator))
-    assert sorted(chain(*cut)) == list(range(500))
-    for group in cut:
-        batch = iwslt14.batch_of(part, group, CPU)
-        assert max(batch.source.numel(), batch.target.numel()) <= 160
-        assert batch.lengths.tolist() == sorted((lengths[i][0] for i in group), reverse=True)
-        assert (batch.source != PAD).sum(1).tolist() == batch.lengths.tolist()
-    with pytest.raises(StudyError, match="has 39 tokens and a batch 20; use --batch 39"):
-        iwslt14.by_length(part, 20, torch.arange(500))
+    translation.prepared.cache_clear()
 
 
 def test_a_run_goes_over_all_sentences_again_and_again(data):
@@ -190,28 +150,6 @@ def test_bleu(data, monkeypatch):
     assert set(task.evaluate(task.model, "test")) == {"loss", "nll", "perplexity"}
     with pytest.raises(StudyError, match="tokenizers is missing"):
         problem.check_data(setup_of(problem, data))
-
-
-def test_prepared_subwords_are_taken_as_they_are(tmp_path, monkeypatch):
-    write_parts(tmp_path / "small", (60, 10, 10))
-    for path in (tmp_path / "small").iterdir():
-        path.write_text(path.read_text().replace("ieben", "ie@@ ben").replace("even", "ev@@ en"))
-    monkeypatch.setattr(iwslt14, "BytePairs", None)
-    iwslt14.prepared.cache_clear()
-    text = iwslt14._text(setup_of(small_problem(), tmp_path))
-    assert {"sie@@", "ben", "acht"} < set(text.german.types)
-    assert (len(text.german), len(text.english)) == (16, 16)  # 4 special, 11 types
-    assert text.tokenised
-    assert any("seven" in line for line in text.parts["test"].references)
-    assert not any("@@" in line for line in text.parts["test"].references)
-    iwslt14.prepared.cache_clear()
-
-
-def test_few_are_evenly_spaced_and_short():
-    pairs = [iwslt14.Pair("a " * n, "b") for n in range(1, 11)]
-    assert iwslt14.few(pairs, 0, 0) == pairs
-    assert iwslt14.few(pairs, 5, 0) == pairs[::2]
-    assert iwslt14.few(pairs, 99, 3) == pairs[:3]
 
 
 def test_the_presets_are_the_papers_or_smaller():

@@ -6,10 +6,9 @@ sentences that is. All batches are cut once a run, by length, and lie on the dev
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,117 +16,26 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from cubegrad.study.data import parallel
-from cubegrad.study.data.parallel import Pair
-from cubegrad.study.data.subwords import (
-    END,
-    PAD,
-    BytePairs,
-    Marked,
-    Sentences,
-    Subwords,
-    Vocabulary,
+from cubegrad.study.data.subwords import END, PAD
+from cubegrad.study.data.translation import (
+    Batch,
+    Limits,
+    Part,
+    Text,
+    batch_of,
+    by_length,
+    prepared,
 )
 from cubegrad.study.models.lstm_attention import Translator
 from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
 
 SMOOTHING = 0.1
 CLIP = 25.0  # fairseq's default in the paper's year
-MULTIPLE = 8  # of sentences in a batch, where it can be
 BIT = math.log(2)  # nats
 SOURCES = (
     "German-English sentences: IWSLT14 as fairseq's prepare-iwslt14.sh leaves it (paper), "
     "tatoeba/deu.txt of https://www.manythings.org/anki/deu-eng.zip (gpu, cpu), or your own"
 )
-
-
-class Part(NamedTuple):
-    source: Sentences
-    target: Sentences
-    references: list[str]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A corpus as numbers."""
-
-    subwords: Subwords
-    german: Vocabulary
-    english: Vocabulary
-    parts: dict[Split, Part]
-    tokenised: bool
-
-
-class Batch(NamedTuple):
-    source: Tensor  # a sentence a row, the longest first
-    lengths: Tensor  # of the source, on the CPU
-    target: Tensor
-
-
-def few(pairs: list[Pair], count: int, words: int) -> list[Pair]:
-    """So many with at most so many words, evenly spaced: some files are sorted. 0 is no limit."""
-    if words:
-        pairs = [pair for pair in pairs if max(len(text.split()) for text in pair) <= words]
-    count = min(count, len(pairs)) if count else len(pairs)
-    return [pairs[place * len(pairs) // count] for place in range(count)]
-
-
-@lru_cache(maxsize=1)
-def prepared(
-    data: Path, folders: tuple[str, ...], merges: int, train: int, test: int, words: int
-) -> Text:
-    """Kept for the runs of one process; learning the subwords takes seconds and is repeatable."""
-    corpus = parallel.corpus(data, folders)
-    counts: dict[Split, int] = {"train": train, "valid": test, "test": test}
-    pairs = {part: few(corpus.parts[part], count, words) for part, count in counts.items()}
-    texts = [text for side in zip(*pairs["train"], strict=True) for text in side]
-    subwords = Marked() if corpus.marked else BytePairs(texts, merges)
-    german, english = (
-        {part: subwords.cut([pair[side] for pair in some]) for part, some in pairs.items()}
-        for side in (0, 1)
-    )
-    vocabularies = Vocabulary(german["train"]), Vocabulary(english["train"])
-    parts = {
-        part: Part(
-            Sentences(map(vocabularies[0].encode, german[part])),
-            Sentences(map(vocabularies[1].encode, english[part])),
-            [] if part == "train" else [subwords.join(pieces) for pieces in english[part]],
-        )
-        for part in pairs
-    }
-    return Text(subwords, *vocabularies, parts, corpus.marked)
-
-
-def by_length(part: Part, tokens: int, order: Tensor) -> list[list[int]]:
-    """Numbers of sentences in batches of at most so many tokens a side, padding included.
-
-    As fairseq cuts them: sentences in the given order are sorted by the length of the source, and
-    those alike by that of the target; a batch has a multiple of 8 of them where it is full.
-    """
-    order = order[part.target.lengths[order].argsort(stable=True)]
-    order = order[part.source.lengths[order].argsort(stable=True)]
-    lengths = torch.maximum(part.source.lengths, part.target.lengths)[order].tolist()
-    if lengths and max(lengths) > tokens:
-        raise StudyError(
-            f"a sentence has {max(lengths)} tokens and a batch {tokens}; use --batch {max(lengths)}"
-        )
-    batches = []
-    start, longest = 0, 0
-    for place, length in enumerate(lengths):
-        longest = max(longest, length)
-        while (place + 1 - start) * longest > tokens:
-            count = place - start
-            count = count // MULTIPLE * MULTIPLE or count
-            batches.append(order[start : start + count].tolist())
-            start += count
-            longest = max(lengths[start : place + 1])
-    batches.append(order[start:].tolist())
-    return batches
-
-
-def batch_of(part: Part, members: Sequence[int], device: torch.device) -> Batch:
-    index = torch.tensor(members).flip(0)  # they come with the shortest source first
-    target = part.target.padded(index).to(device)
-    return Batch(part.source.padded(index).to(device), part.source.lengths[index], target)
 
 
 def losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -211,8 +119,11 @@ class Bleu:
 
 def _text(setup: Setup) -> Text:
     options = setup.preset.options
-    some = (options[name] for name in ("merges", "train", "test", "words"))
-    return prepared(setup.data, tuple(options["folders"]), *some)
+    return prepared(setup.data, tuple(options["folders"]), options["merges"], _limits(setup))
+
+
+def _limits(setup: Setup) -> Limits:
+    return Limits(*(setup.preset.options[name] for name in ("train", "test", "words")))
 
 
 def build(setup: Setup) -> Task:
@@ -257,6 +168,7 @@ def _longest(part: Part) -> int:
 
 def check_data(setup: Setup) -> None:
     corpus = parallel.corpus(setup.data, setup.preset.options["folders"])
+    _limits(setup).of(corpus)
     if not corpus.marked:
         optional("tokenizers")
 
