@@ -204,12 +204,12 @@ def problem() -> Problem:
         seeds=3,
         decays=(0.0,),
         lrs={
-            "madgrad": (1e-2, 1e-1),
-            "sgd": (5e-1, 5.0),
-            "adam": (2.5e-3, 2.5e-2),
+            "madgrad": (2.5e-2, 2.5e-1),
+            "sgd": (5e-1, 2.5),
+            "adam": (5e-3, 5e-2),
             "adagrad": (1e-1, 1.0),
         },
-        size="LSTMs of 256 with attention, on Tatoeba, 4,687,872 parameters, 10 x 250 updates",
+        size="LSTMs of 256 with attention, 4,687,872 parameters on Tatoeba, 10 x 250 updates",
         options={**whole, "folders": ("tatoeba",), "steps": 250, "bleu": 1000},
     )
     few: dict[str, Any] = {"folders": ("tatoeba",), "train": 8000, "test": 300, "words": 4}
@@ -219,7 +219,13 @@ def problem() -> Problem:
         epochs=6,
         batch=256,
         schedule="inverse-sqrt:80",
-        size="LSTMs of 64 with attention, on 8,000 short pairs of Tatoeba, 6 x 80 updates",
+        lrs={
+            "madgrad": (1e-1, 5e-1),
+            "sgd": (5e-1, 2.5),
+            "adam": (2.5e-2, 1e-1),
+            "adagrad": (2.5e-1, 1.0),
+        },
+        size="LSTMs of 64 with attention, 156,160 parameters, on 8,000 short pairs of Tatoeba",
         options=few,
     )
     return Problem(
