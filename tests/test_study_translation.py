@@ -62,6 +62,8 @@ def test_few_are_evenly_spaced_and_short():
     assert Limits(words=3).few(pairs, 99) == pairs[:3]
     with pytest.raises(StudyError, match="0 of 10 pairs have at most 3 words, and this preset"):
         Limits(words=3).few([Pair("a", "b " * 4)] * 10, 5)
+    with pytest.raises(StudyError, match="2 of 99 pairs have at most 3 words, and this preset"):
+        Limits(words=3).few([Pair("a", "b")] * 2 + [Pair("a", "b " * 4)] * 97, 50)
 
 
 def test_prepared_subwords_are_taken_as_they_are(tmp_path, monkeypatch):

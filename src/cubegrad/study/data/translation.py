@@ -52,7 +52,7 @@ class Limits:
         """So many of the short ones, evenly spaced: some files are sorted."""
         words = [max(len(text.split()) for text in pair) for pair in pairs]
         short = [p for p, n in zip(pairs, words, strict=True) if n <= (self.words or n)]
-        if 10 * len(short) < min(count, len(pairs)):
+        if not short or 10 * len(short) < min(count, len(pairs)):
             raise StudyError(
                 f"{len(short)} of {len(pairs):,} pairs have at most {self.words} words, and this "
                 f"preset takes {count:,} such; use other data or another --preset"
