@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cubegrad.study.problem import Problem, StudyError
 
-NAMES = ("digits", "cifar10", "imagenet")
+NAMES = ("digits", "cifar10", "imagenet", "fastmri", "iwslt14", "bookwiki")
 
 
 def find(name: str) -> Problem:

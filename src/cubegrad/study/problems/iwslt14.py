@@ -1,0 +1,239 @@
+"""German to English with LSTMs and attention, as in the paper's section on IWSLT14.
+
+Runs are counted in updates: an epoch of the study is so many of them, whatever part of the
+sentences that is. All batches are cut once a run, by length, and lie on the device.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from cubegrad.study.data import parallel
+from cubegrad.study.data.subwords import END, PAD
+from cubegrad.study.data.translation import (
+    Batch,
+    Limits,
+    Part,
+    Text,
+    batch_of,
+    by_length,
+    prepared,
+)
+from cubegrad.study.models.lstm_attention import Translator
+from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
+
+SMOOTHING = 0.1
+CLIP = 25.0  # fairseq's default in the paper's year
+BIT = math.log(2)  # nats
+SOURCES = (
+    "German-English sentences: IWSLT14 as fairseq's prepare-iwslt14.sh leaves it (paper), "
+    "tatoeba/deu.txt of https://www.manythings.org/anki/deu-eng.zip (gpu, cpu), or your own"
+)
+
+
+def losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens, in nats: with smoothed labels, and of the labels themselves."""
+    given = batch.target.roll(1, 1)
+    given[:, 0] = END
+    log_p = model(batch.source, batch.lengths, given).log_softmax(2)
+    real = batch.target != PAD
+    nll = -log_p.gather(2, batch.target.unsqueeze(2)).squeeze(2).masked_fill(~real, 0).sum()
+    spread = -log_p.mean(2).masked_fill(~real, 0).sum()
+    return (1 - SMOOTHING) * nll + SMOOTHING * spread, nll
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return losses(model, batch)[0] / (batch.target != PAD).sum()
+
+
+def stepping(model: nn.Module) -> Callable[[Optimizer, Batch], Tensor]:
+    """`Task.step`, with clipping. As fairseq's, gradients are of nats and the loss is in bits."""
+
+    def step(optimizer: Optimizer, batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        return loss.detach() / BIT
+
+    return step
+
+
+@torch.no_grad()
+def judged(model: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
+    """Bits a token, with smoothed labels (the paper's loss) and without, and the perplexity."""
+    device = batches[0].target.device
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        tokens = (batch.target != PAD).sum()
+        total += torch.stack([value.double() for value in (*losses(model, batch), tokens)])
+    smoothed, nll, count = total.tolist()
+    smoothed, nll = smoothed / count / BIT, nll / count / BIT
+    # A hopeless model's would overflow, and a run with an infinity counts as diverged.
+    perplexity = 2.0 ** min(nll, 100.0) if math.isfinite(nll) else nll
+    return {"loss": smoothed, "nll": nll, "perplexity": perplexity}
+
+
+class Bleu:
+    """The BLEU of greedy translations of a part's sentences, so many of them, evenly spaced."""
+
+    def __init__(self, text: Text, part: Part, count: int, tokens: int, device: torch.device):
+        self.text = text
+        total = len(part.source)
+        count = min(count, total)
+        chosen = torch.arange(count) * total // max(count, 1)
+        groups = by_length(part, tokens, chosen) if count else []
+        self.batches = [batch_of(part, group, device) for group in groups]
+        self.references = [part.references[i] for group in groups for i in reversed(group)]
+
+    def translations(self, model: Translator) -> list[str]:
+        texts = []
+        for batch in self.batches:
+            limit = int(1.2 * batch.source.shape[1]) + 10
+            rows = model.translate(batch.source, batch.lengths, END, limit).tolist()
+            texts += [self.text.subwords.join(self.text.english.decode(row)) for row in rows]
+        return texts
+
+    def __call__(self, model: Translator) -> dict[str, float]:
+        """Nothing where sacrebleu is not installed: the score stands beside the metric."""
+        try:
+            sacrebleu = optional("sacrebleu") if self.batches else None
+        except StudyError:
+            sacrebleu = None
+        if sacrebleu is None:
+            return {}
+        cut = "none" if self.text.tokenised else "13a"
+        score = sacrebleu.corpus_bleu(
+            self.translations(model), [self.references], tokenize=cut, force=True
+        )
+        return {"bleu": score.score}
+
+
+def _text(setup: Setup) -> Text:
+    options = setup.preset.options
+    return prepared(setup.data, tuple(options["folders"]), options["merges"], _limits(setup))
+
+
+def _limits(setup: Setup) -> Limits:
+    return Limits(*(setup.preset.options[name] for name in ("train", "test", "words")))
+
+
+def build(setup: Setup) -> Task:
+    options, tokens = setup.preset.options, setup.preset.batch
+    text = _text(setup)
+    train = text.parts["train"]
+    order = torch.randperm(len(train.source), generator=Generator().manual_seed(setup.seed))
+    cut = [batch_of(train, group, setup.device) for group in by_length(train, tokens, order)]
+    model = Translator(
+        len(text.german), len(text.english), options["width"], options["dropout"], PAD
+    ).to(setup.device)
+    steps: int = options["steps"]
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        """Pass after pass over all batches, each in an order of its own."""
+        order: list[int] = []
+        for update in range(epoch * steps, (epoch + 1) * steps):
+            number, place = divmod(update, len(cut))
+            if not order or not place:
+                generator = Generator().manual_seed(1_000_003 * setup.seed + number)
+                order = torch.randperm(len(cut), generator=generator).tolist()
+            yield cut[order[place]]
+
+    @lru_cache
+    def judging(split: Split) -> tuple[list[Batch], Bleu]:
+        part = text.parts[split]
+        groups = by_length(part, max(tokens, _longest(part)), torch.arange(len(part.source)))
+        bleu = Bleu(text, part, options["bleu"], max(tokens, _longest(part)), setup.device)
+        return [batch_of(part, group, setup.device) for group in groups], bleu
+
+    def evaluate(model: nn.Module, split: Split) -> dict[str, float]:
+        assert isinstance(model, Translator)
+        examples, bleu = judging(split)
+        return {**judged(model, examples), **bleu(model)}
+
+    return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=stepping(model))
+
+
+def _longest(part: Part) -> int:
+    return int(torch.maximum(part.source.lengths, part.target.lengths).max())
+
+
+def check_data(setup: Setup) -> None:
+    corpus = parallel.corpus(setup.data, setup.preset.options["folders"])
+    _limits(setup).of(corpus)
+    if not corpus.marked:
+        optional("tokenizers")
+
+
+def problem() -> Problem:
+    whole: dict[str, Any] = {"train": 0, "test": 0, "words": 0}
+    whole |= {"merges": 10_000, "width": 256, "dropout": 0.3}
+    paper = Preset(
+        epochs=60,
+        batch=4096,
+        schedule="inverse-sqrt:4000",
+        seeds=10,
+        decays=(0.0, 5e-6, 1e-5, 5e-2),
+        lrs={
+            "madgrad": (1e-2, 5e-2),
+            "sgd": (5e-1, 2.5),
+            "adam": (5e-3, 2.5e-2),
+            "adagrad": (1e-1, 5e-1),
+        },
+        size="LSTMs of 256 with attention, 5,474,304 parameters, 60 x 1,000 updates",
+        options={
+            **whole,
+            "folders": ("iwslt14.tokenized.de-en", "iwslt14"),
+            "steps": 1000,
+            "bleu": 1000,
+        },
+    )
+    gpu = replace(
+        paper,
+        epochs=10,
+        batch=8192,
+        schedule="inverse-sqrt:400",
+        seeds=3,
+        decays=(0.0,),
+        lrs={
+            "madgrad": (2.5e-2, 2.5e-1),
+            "sgd": (5e-1, 2.5),
+            "adam": (5e-3, 5e-2),
+            "adagrad": (1e-1, 1.0),
+        },
+        size="LSTMs of 256 with attention, 4,687,872 parameters on Tatoeba, 10 x 250 updates",
+        options={**whole, "folders": ("tatoeba",), "steps": 250, "bleu": 1000},
+    )
+    few: dict[str, Any] = {"folders": ("tatoeba",), "train": 8000, "test": 300, "words": 4}
+    few |= {"merges": 500, "width": 64, "dropout": 0.3, "steps": 80, "bleu": 100}
+    cpu = replace(
+        gpu,
+        epochs=6,
+        batch=256,
+        schedule="inverse-sqrt:80",
+        lrs={
+            "madgrad": (1e-1, 5e-1),
+            "sgd": (5e-1, 2.5),
+            "adam": (2.5e-2, 1e-1),
+            "adagrad": (2.5e-1, 1.0),
+        },
+        size="LSTMs of 64 with attention, 156,160 parameters, on 8,000 short pairs of Tatoeba",
+        options=few,
+    )
+    return Problem(
+        name="iwslt14",
+        description="German to English with LSTMs and attention, losses in bits a token",
+        build=build,
+        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        data=SOURCES,
+        paper="IWSLT14",
+        check_data=check_data,
+    )
