@@ -189,7 +189,8 @@ def _save(path: Path, made: Corpus) -> None:
 def _load(path: Path) -> Corpus | None:
     """What the file holds, if it is there and whole: a zip has a checksum of each member."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # numpy leaves a file open that it was to open itself and that is no zip.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             parts = {
                 part: Tokens(arrays[f"{part}_ids"], arrays[f"{part}_starts"]) for part in PARTS
