@@ -316,7 +316,7 @@ def problem() -> Problem:
         build=build,
         presets={"cpu": cpu, "gpu": gpu, "paper": paper},
         metric="loss",
-        unit=" bits",
+        unit="bits",
         data="plain text of your own: BookCorpus and Wikipedia, novels, WikiText-2",
         paper="BookWiki",
         check_data=check_data,
