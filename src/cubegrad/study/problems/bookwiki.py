@@ -9,98 +9,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from cubegrad.study.data import plain_text, tokens
-from cubegrad.study.data.tokens import BEGIN, MASK, PAD, SPECIAL
+from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked, mixed, numbers_of
+from cubegrad.study.data.tokens import BEGIN, PAD
 from cubegrad.study.problem import Preset, Problem, Setup, Split, Task, optional
 
-MASKED = 0.15  # of a block's tokens; the special ones stay
-SHOWN_AS_MASK, SHOWN_AS_ANOTHER = 0.8, 0.1  # of those; the rest is shown as it is
-UNASKED = -100  # a label that does not count
 TEST_SEED = 20_210_126  # of the masks of test and validation, the same for all runs
 EVALUATED_AT_ONCE = 128  # blocks
-
-
-class Blocks(NamedTuple):
-    """A part of the text on a device."""
-
-    ids: Tensor  # the bits of uint16 as int16, which every device can index
-    starts: Tensor
-
-    @property
-    def number(self) -> int:
-        return len(self.starts) - 1
-
-    def rows(self, numbers: Tensor, length: int) -> Tensor:
-        """These blocks, each opened by <s> and padded to `length`."""
-        starts, ends = self.starts[numbers, None], self.starts[numbers + 1, None]
-        places = starts + torch.arange(length - 1, device=starts.device)
-        inside = places < ends
-        ids = self.ids[torch.where(inside, places, starts)].long() & 0xFFFF
-        return pad(torch.where(inside, ids, PAD), (1, 0), value=BEGIN)
-
-
-class Masked(NamedTuple):
-    """Blocks as the model sees them, and what it is asked: which token stood at which place."""
-
-    inputs: Tensor  # [blocks, length]
-    places: Tensor  # [blocks, questions]
-    labels: Tensor  # [blocks, questions], UNASKED where a block has fewer
-
-    def split(self, at_once: int) -> Iterator["Masked"]:
-        pieces = zip(*(torch.split(tensor, at_once) for tensor in self), strict=True)
-        return (Masked(*piece) for piece in pieces)
-
-
-def masked(rows: Tensor, vocabulary: int, generator: Generator | None) -> Masked:
-    """15 % of each block's tokens; the fraction that is left over is one more with that chance.
-
-    The most that a block can be asked is known before, so no shape depends on what is drawn and
-    the host need not wait to learn it.
-    """
-    blocks, length = rows.shape
-    most = int(MASKED * length) + 1
-    draw: dict[str, Any] = {"generator": generator, "device": rows.device}
-    may = rows >= SPECIAL
-    places = torch.rand(rows.shape, **draw).masked_fill(~may, 2.0).topk(most, largest=False).indices
-    counts = (MASKED * may.sum(1) + torch.rand(blocks, **draw)).floor()
-    asked = torch.arange(most, device=rows.device) < counts[:, None]
-    there = rows.gather(1, places)
-    fate = torch.rand(places.shape, **draw)
-    other = torch.randint(SPECIAL, vocabulary, places.shape, **draw)
-    shown = torch.where(fate < SHOWN_AS_MASK + SHOWN_AS_ANOTHER, other, there)
-    shown = torch.where(fate < SHOWN_AS_MASK, MASK, shown)
-    inputs = rows.scatter(1, places, torch.where(asked, shown, there))
-    return Masked(inputs, places, torch.where(asked, there, UNASKED))
-
-
-@lru_cache(maxsize=2)
-def shuffled(seed: int, turn: int, count: int, device: torch.device) -> Tensor:
-    """The order in which a turn through the text takes its blocks."""
-    generator = Generator().manual_seed(mixed(seed, turn))
-    return torch.randperm(count, generator=generator).to(device)
-
-
-def numbers_of(seed: int, update: int, batch: int, count: int, device: torch.device) -> Tensor:
-    """The blocks of an update. Turns follow one another without a gap, so all updates are full."""
-    first, end = update * batch, (update + 1) * batch
-    pieces = []
-    while first < end:
-        turn, place = divmod(first, count)
-        pieces.append(shuffled(seed, turn, count, device)[place : place + end - first])
-        first += len(pieces[-1])
-    return torch.cat(pieces)
-
-
-def mixed(seed: int, number: int) -> int:
-    return (1_000_003 * seed + number) % 2**63
 
 
 def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
@@ -184,13 +107,7 @@ def parts(
     found = dict(corpus.parts)
     if not hold_out and not texts.has_parts:
         found["train"] = tokens.joined(found["train"], found["valid"])
-    return {
-        part: Blocks(
-            torch.from_numpy(some.ids.view("int16")).to(device),
-            torch.from_numpy(some.starts).to(device),
-        )
-        for part, some in found.items()
-    }, corpus.vocabulary
+    return {part: Blocks.of(some, device) for part, some in found.items()}, corpus.vocabulary
 
 
 def build(setup: Setup) -> Task:
@@ -236,8 +153,8 @@ def check_data(setup: Setup) -> None:
     tokens.corpus(texts, options["vocabulary"], options["length"])
 
 
-def problem() -> Problem:
-    paper = Preset(
+def _paper() -> Preset:
+    return Preset(
         epochs=20,
         batch=2048,  # 8 GPUs x 16 blocks x an update frequency of 16
         schedule="polynomial:10000",
@@ -264,7 +181,11 @@ def problem() -> Problem:
             "test_blocks": 4096,
         },
     )
-    gpu = replace(
+
+
+def _gpu() -> Preset:
+    paper = _paper()
+    return replace(
         paper,
         epochs=15,
         batch=256,
@@ -284,7 +205,11 @@ def problem() -> Problem:
             "test_blocks": 2048,
         },
     )
-    cpu = replace(
+
+
+def _cpu() -> Preset:
+    gpu = _gpu()
+    return replace(
         gpu,
         epochs=6,
         batch=32,
@@ -310,11 +235,14 @@ def problem() -> Problem:
             "test_blocks": 512,
         },
     )
+
+
+def problem() -> Problem:
     return Problem(
         name="bookwiki",
         description="masked language modelling with RoBERTa, on whole sentences of plain text",
         build=build,
-        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
         metric="loss",
         unit="bits",
         data="plain text of your own: BookCorpus and Wikipedia, novels, WikiText-2",
