@@ -1,0 +1,143 @@
+"""Plain text, as .txt or .txt.xz: its documents, their sentences, and what is kept for the test.
+
+A line `<|name|>` opens a document, and so does a file. A folder either has its parts as train.txt,
+valid.txt and test.txt, or its documents are dealt out: of every twenty the last is for the test
+and the tenth for validation.
+"""
+
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cubegrad.study.problem import Split, StudyError
+
+PARTS: tuple[Split, ...] = ("train", "valid", "test")
+SUFFIXES = (".txt", ".txt.xz")
+DEALT = 20  # documents; one of them is for validation and one for the test
+STRETCH = 50  # sentences, dealt out like documents where there are too few of those
+
+MARK = re.compile(r"<\|.*\|>")
+END = re.compile(r"[.!?][\"'’”)\]]*$")
+# Between sentences: white space after an end mark and before what can open a sentence.
+BETWEEN = re.compile(r"(?<=[.!?])[\"'’”)\]]*(\s+)(?=[\"'‘“(\[]*[^\W_a-z])")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The files of a corpus, by part if the folder has parts, else all under "train"."""
+
+    place: Path
+    files: dict[Split, tuple[Path, ...]]
+
+    @property
+    def has_parts(self) -> bool:
+        return len(self.files) > 1
+
+    def sentences(self) -> Iterator[tuple[Split, int, str]]:
+        """All sentences in their order, each with its part and the number of its document."""
+        if self.has_parts:
+            for part in PARTS:
+                for document, sentence in read(self.files[part]):
+                    yield part, document, sentence
+            return
+        files = self.files["train"]
+        few = documents(files) < DEALT
+        for number, (document, sentence) in enumerate(read(files)):
+            yield dealt(number // STRETCH if few else document), document, sentence
+
+
+def dealt(number: int) -> Split:
+    """The part that a document goes to."""
+    place = number % DEALT
+    if place == DEALT - 1:
+        return "test"
+    return "valid" if place == DEALT // 2 - 1 else "train"
+
+
+def find(data: Path, name: str) -> Texts:
+    """The texts in the folder `name` of `data`, or in `data` itself, which may be a file."""
+    place = data / name if (data / name).is_dir() else data
+    try:
+        files = [data] if data.is_file() else sorted(place.iterdir())
+    except OSError:
+        files = []
+    texts = [file for file in files if file.name.endswith(SUFFIXES) and file.is_file()]
+    if not texts:
+        raise StudyError(
+            f"there is no text in {data / name} or {data}: put .txt or .txt.xz files there, "
+            "in UTF-8, or name their folder with --data (docs/problems/bookwiki.md)"
+        )
+    by_stem = {file.name.partition(".txt")[0]: file for file in texts}
+    if not any(part in by_stem for part in PARTS):
+        return Texts(place, {"train": tuple(texts)})
+    for part in PARTS:
+        if part not in by_stem:
+            raise StudyError(
+                f"{place} has parts and {part}.txt is not among them: add it, or give the files "
+                "other names and the documents are dealt out"
+            )
+    return Texts(place, {part: (by_stem[part],) for part in PARTS})
+
+
+def read(files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
+    """Sentences, each with the number of its document, counted from 0.
+
+    A line ends a sentence, unless it lacks an end mark and the next begins with a small letter:
+    then the text was wrapped there.
+    """
+    document = -1
+    for path in files:
+        opens, held = True, ""
+        for line in _lines(path):
+            if held and line[:1].islower() and not END.search(held):
+                held = f"{held} {line}"
+                continue
+            for sentence in split(held):
+                document += opens
+                opens = False
+                yield document, sentence
+            mark = MARK.fullmatch(line) is not None
+            opens, held = opens or mark, "" if mark else line
+        for sentence in split(held):
+            document += opens
+            opens = False
+            yield document, sentence
+
+
+def split(paragraph: str) -> Iterator[str]:
+    """The sentences of a paragraph. "Mr. Smith" is cut in two; nothing here depends on it."""
+    start = 0
+    for gap in BETWEEN.finditer(paragraph):
+        yield paragraph[start : gap.start(1)]
+        start = gap.end(1)
+    if start < len(paragraph):
+        yield paragraph[start:]
+
+
+def documents(files: tuple[Path, ...]) -> int:
+    """How many there are, by their marks; those without text count too."""
+    return sum(
+        max(sum(MARK.fullmatch(line) is not None for line in _lines(path)), 1) for path in files
+    )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines without the white space around them, nor the byte-order marks of joined files."""
+    number = 0
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):  # noqa: B007
+                yield raw.decode("utf-8").replace("\ufeff", "").strip()
+    except UnicodeDecodeError as error:
+        raise StudyError(
+            f"{path} is not UTF-8 (line {number}: {error.reason}): convert it, "
+            "as with iconv -f latin1 -t utf-8"
+        ) from None
+    except (EOFError, lzma.LZMAError) as error:
+        raise StudyError(
+            f"{path} cannot be unpacked after line {number} ({error}): fetch it again"
+        ) from None
+    except OSError as error:
+        raise StudyError(f"{path} cannot be read ({error}): mend it or remove it") from None

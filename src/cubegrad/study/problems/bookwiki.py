@@ -1,0 +1,258 @@
+"""Masked language modelling with RoBERTa, as in the paper's section on BookWiki.
+
+Tokens lie on the device in two bytes each; blocks are cut out and masked there. Losses are in bits,
+as fairseq prints them and so as the paper has them; gradients are of the loss in nats, as there.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from cubegrad.study.data import plain_text, tokens
+from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked, mixed, numbers_of
+from cubegrad.study.data.tokens import BEGIN, PAD
+from cubegrad.study.problem import Preset, Problem, Setup, Split, Task, optional
+
+TEST_SEED = 20_210_126  # of the masks of test and validation, the same for all runs
+EVALUATED_AT_ONCE = 128  # blocks
+
+
+def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
+    """RoBERTa with a masked-LM head, its weights at random."""
+    library = optional("transformers")
+    config = library.RobertaConfig(
+        vocab_size=vocabulary,
+        hidden_size=options["width"],
+        num_hidden_layers=options["layers"],
+        num_attention_heads=options["heads"],
+        intermediate_size=4 * options["width"],
+        hidden_dropout_prob=options["dropout"],
+        attention_probs_dropout_prob=options["dropout"],
+        max_position_embeddings=options["length"] + PAD + 1,  # positions count from PAD + 1
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        bos_token_id=BEGIN,
+        pad_token_id=PAD,
+        eos_token_id=tokens.END,
+        attn_implementation="sdpa",
+    )
+    model: nn.Module = library.RobertaForMaskedLM(config)
+    return model
+
+
+def total_loss(model: Any, blocks: Masked) -> Tensor:
+    """In nats, over all questions; the vocabulary is scored at their places alone."""
+    # With four dimensions the library takes the mask as it is, and need not look at its values.
+    seen = (blocks.inputs != PAD)[:, None, None, :]
+    with torch.autocast("cuda", torch.bfloat16, enabled=blocks.inputs.is_cuda):
+        hidden = model.roberta(blocks.inputs, attention_mask=seen).last_hidden_state
+        places = blocks.places[:, :, None].expand(-1, -1, hidden.shape[2])
+        scores = model.lm_head(hidden.gather(1, places))
+    return cross_entropy(
+        scores.float().flatten(0, 1),
+        blocks.labels.flatten(),
+        ignore_index=UNASKED,
+        reduction="sum",
+    )
+
+
+def asked(blocks: Masked) -> Tensor:
+    return (blocks.labels != UNASKED).sum()
+
+
+def stepping(model: nn.Module, at_once: int, clip: float) -> Callable[[Optimizer, Masked], Tensor]:
+    """`Task.step`: the gradient of the mean over all questions of the update, clipped."""
+    params = list(model.parameters())
+
+    def step(optimizer: Optimizer, update: Masked) -> Tensor:
+        optimizer.zero_grad()
+        count = asked(update)
+        total = torch.zeros((), device=count.device)
+        for piece in update.split(at_once):
+            loss = total_loss(model, piece) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        clip_grad_norm_(params, clip)
+        optimizer.step()
+        return total / math.log(2)
+
+    return step
+
+
+@torch.no_grad()
+def judged(model: nn.Module, blocks: Masked) -> dict[str, float]:
+    """The mean loss in bits and the perplexity; the host waits for the device once."""
+    sums = [total_loss(model, piece).double() for piece in blocks.split(EVALUATED_AT_ONCE)]
+    loss = torch.stack(sums).sum() / asked(blocks) / math.log(2)
+    bits, perplexity = torch.stack([loss, loss.exp2()]).tolist()
+    return {"loss": bits, "perplexity": perplexity}
+
+
+@lru_cache(maxsize=1)
+def parts(
+    folder: Path, name: str, vocabulary: int, length: int, hold_out: bool, device: torch.device
+) -> tuple[dict[Split, Blocks], int]:
+    """The text on the device, and how many tokens its vocabulary has."""
+    texts = plain_text.find(folder, name)
+    corpus = tokens.corpus(texts, vocabulary, length)
+    found = dict(corpus.parts)
+    if not hold_out and not texts.has_parts:
+        found["train"] = tokens.joined(found["train"], found["valid"])
+    return {part: Blocks.of(some, device) for part, some in found.items()}, corpus.vocabulary
+
+
+def build(setup: Setup) -> Task:
+    options = dict(setup.preset.options)
+    batch, length, updates = setup.preset.batch, options["length"], options["updates"]
+    device, seed = setup.device, setup.seed
+    sets, vocabulary = parts(
+        setup.data, options["corpus"], options["vocabulary"], length, setup.hold_out, device
+    )
+    train = sets["train"]
+    model = network(options, vocabulary).to(device)
+
+    def batches(epoch: int) -> Iterator[Masked]:
+        generator = Generator(device)
+        for update in range(epoch * updates, (epoch + 1) * updates):
+            rows = train.rows(numbers_of(seed, update, batch, train.number, device), length)
+            yield masked(rows, vocabulary, generator.manual_seed(mixed(seed, update)))
+
+    def loss(model: nn.Module, update: Masked) -> Tensor:
+        return total_loss(model, update) / asked(update)
+
+    @lru_cache(maxsize=2)
+    def questions(part: Split) -> Masked:
+        """Spread evenly over the part, and drawn on the host: the same on every machine."""
+        blocks = sets[part]
+        count = min(options["test_blocks"], blocks.number)
+        rows = blocks.rows(torch.arange(count, device=device) * blocks.number // count, length)
+        drawn = masked(rows.cpu(), vocabulary, Generator().manual_seed(TEST_SEED))
+        return Masked(*(tensor.to(device) for tensor in drawn))
+
+    def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
+        return judged(model, questions(part))
+
+    step = stepping(model, options["at_once"], options["clip"])
+    return Task(model, batches, loss, evaluate, steps_per_epoch=updates, step=step)
+
+
+def check_data(setup: Setup) -> None:
+    """Reads the text and makes the tokens, which the runs then find ready."""
+    optional("transformers")
+    options = setup.preset.options
+    texts = plain_text.find(setup.data, options["corpus"])
+    tokens.corpus(texts, options["vocabulary"], options["length"])
+
+
+def _paper() -> Preset:
+    return Preset(
+        epochs=20,
+        batch=2048,  # 8 GPUs x 16 blocks x an update frequency of 16
+        schedule="polynomial:10000",
+        methods=("madgrad", "sgd", "adam", "adagrad"),
+        seeds=5,
+        lrs={
+            "madgrad": (2.5e-3, 1e-2),
+            "sgd": (5e-1, 2.5),
+            "adam": (5e-4, 2.5e-3),
+            "adagrad": (5e-3, 2.5e-2),
+        },
+        size="RoBERTa-base, 124,697,433 parameters",
+        options={
+            "corpus": "bookwiki",
+            "vocabulary": 50_265,
+            "length": 512,
+            "layers": 12,
+            "width": 768,
+            "heads": 12,
+            "dropout": 0.1,
+            "clip": 0.5,
+            "updates": 1000,
+            "at_once": 32,
+            "test_blocks": 4096,
+        },
+    )
+
+
+def _gpu() -> Preset:
+    paper = _paper()
+    return replace(
+        paper,
+        epochs=15,
+        batch=256,
+        schedule="polynomial:1500",
+        seeds=3,
+        # Between those of the paper and those of a tiny network on a CPU, which are larger.
+        lrs={
+            "madgrad": (5e-3, 2.5e-2),
+            "sgd": (2.5e-1, 1.0),
+            "adam": (1e-3, 5e-3),
+            "adagrad": (1e-2, 5e-2),
+        },
+        size="4 layers of 256, 5,364,736 parameters",
+        options={
+            **paper.options,
+            "corpus": "novels",
+            "vocabulary": 8192,
+            "length": 128,
+            "layers": 4,
+            "width": 256,
+            "heads": 4,
+            "updates": 200,
+            "at_once": 256,
+            "test_blocks": 2048,
+        },
+    )
+
+
+def _cpu() -> Preset:
+    gpu = _gpu()
+    return replace(
+        gpu,
+        epochs=6,
+        batch=32,
+        schedule="polynomial:150",
+        lrs={
+            "madgrad": (1e-2, 5e-2),
+            "sgd": (2.5e-1, 1.0),
+            "adam": (2.5e-3, 1e-2),
+            "adagrad": (2.5e-2, 1e-1),
+        },
+        size="2 layers of 64, 173,184 parameters",
+        options={
+            **gpu.options,
+            "corpus": "wikitext-2",
+            "vocabulary": 1024,
+            "length": 32,
+            "layers": 2,
+            "width": 64,
+            "heads": 2,
+            "dropout": 0.0,
+            "updates": 50,
+            "at_once": 32,
+            "test_blocks": 512,
+        },
+    )
+
+
+def problem() -> Problem:
+    return Problem(
+        name="bookwiki",
+        description="masked language modelling with RoBERTa, on whole sentences of plain text",
+        build=build,
+        presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
+        metric="loss",
+        unit="bits",
+        data="plain text of your own: BookCorpus and Wikipedia, novels, WikiText-2",
+        paper="BookWiki",
+        check_data=check_data,
+    )

@@ -1,0 +1,134 @@
+"""Plain text: documents, sentences and parts, and every way in which a file can be wrong."""
+
+import itertools
+import lzma
+
+import pytest
+
+from cubegrad.study import StudyError
+from cubegrad.study.cli import main
+from cubegrad.study.data import plain_text
+from cubegrad.study.data.plain_text import find, read, split
+
+
+def lay(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        raw = text.encode() if isinstance(text, str) else text
+        (folder / f"{name}.txt").write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "sentences"),
+    [
+        ("It rained. We went. ", ["It rained.", "We went. "]),
+        ('"Why?" She left. "I see!" 3 came.', ['"Why?"', "She left.", '"I see!"', "3 came."]),
+        ("Stop! he said. ‘No’ (Never.) Élan.", ["Stop! he said.", "‘No’ (Never.)", "Élan."]),
+        ("a . The b", ["a .", "The b"]),
+        ("no end", ["no end"]),
+        ("", []),
+    ],
+)
+def test_sentences_of_a_paragraph(paragraph, sentences):
+    assert list(split(paragraph)) == sentences
+
+
+def test_documents_lines_and_wrapped_lines(tmp_path):
+    text = (
+        "<|First_1900|>\n\ufeffTITLE\r\n\r\n"
+        "One line that was\r\nwrapped here. And a\r\nsecond one.\r\n"
+        "lower after an end\r\n\r\nafter a blank\n<|Empty|>\n<|Second|>\nIts text.\n"
+    )
+    lay(tmp_path, a=text, b="Another file.\n")
+    files = find(tmp_path, "novels").files["train"]
+    assert list(read(files)) == [
+        (0, "TITLE"),
+        (0, "One line that was wrapped here."),
+        (0, "And a second one."),
+        (0, "lower after an end"),
+        (0, "after a blank"),
+        (1, "Its text."),
+        (2, "Another file."),
+    ]
+
+
+def test_documents_are_dealt_out_whole(tmp_path):
+    text = "".join(f"<|n{i}|>\nFirst of {i}.\nSecond of {i}.\n" for i in range(45))
+    lay(tmp_path / "novels", all=text)
+    texts = find(tmp_path, "novels")
+    assert not texts.has_parts
+    dealt = {}
+    for part, document, sentence in texts.sentences():
+        assert sentence in (f"First of {document}.", f"Second of {document}.")
+        dealt.setdefault(part, set()).add(document)
+    assert dealt["test"] == {19, 39}
+    assert dealt["valid"] == {9, 29}
+    assert dealt["train"] == set(range(45)) - {9, 19, 29, 39}
+
+
+def test_one_long_document_is_dealt_out_by_stretches(tmp_path):
+    lay(tmp_path, mine="".join(f"Line {i}.\n" for i in range(2000)))
+    found = {part: [] for part in plain_text.PARTS}
+    for part, document, sentence in find(tmp_path / "mine.txt", "novels").sentences():
+        assert document == 0
+        found[part].append(int(sentence[5:-1]))
+    assert found["valid"] == [*range(450, 500), *range(1450, 1500)]
+    assert found["test"] == [*range(950, 1000), *range(1950, 2000)]
+    assert sorted(itertools.chain(*found.values())) == list(range(2000))
+
+
+def test_parts_of_their_own_are_taken_and_packed_files_read(tmp_path):
+    folder = lay(tmp_path / "wikitext-2", valid="Chosen by.\n", test="Judged by.\n", other="No.\n")
+    (folder / "train.txt.xz").write_bytes(lzma.compress(b"Learnt from.\n"))
+    texts = find(tmp_path, "wikitext-2")
+    assert texts.has_parts
+    assert list(texts.sentences()) == [
+        ("train", 0, "Learnt from."),
+        ("valid", 0, "Chosen by."),
+        ("test", 0, "Judged by."),
+    ]
+    (folder / "test.txt").unlink()
+    with pytest.raises(StudyError, match=r"wikitext-2 has parts and test\.txt is not among them"):
+        find(tmp_path, "wikitext-2")
+
+
+LONG = "A sentence of several words stands here.\n" * 800
+XZ = lzma.compress(LONG.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, b"", "there is no text in"),
+        ("novel.pdf", b"%PDF", "there is no text in"),
+        ("novel.txt", b"", "has 0 tokens for 'train' and one block takes 32: bring more text"),
+        ("novel.txt", b"Short.\n", "tokens for 'train' and one block takes 32: bring more text"),
+        ("novel.txt", LONG.encode()[:30_000], "has 0 tokens for 'test'"),
+        ("novel.txt", b"Good.\nCaf\xe9s.\n", r"novel.txt is not UTF-8 (line 2: invalid"),
+        ("novel.txt.xz", XZ[:-20], "novel.txt.xz cannot be unpacked after line"),
+        ("novel.txt.xz", b"plain", "novel.txt.xz cannot be unpacked after line 0"),
+        ("train.txt", b"Alone.\n", "valid.txt is not among them"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_one_line(tmp_path, capsys, name, content, message):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    if name:
+        (folder / name).write_bytes(content)
+    runs = tmp_path / "runs"
+    words = ["train", "bookwiki", "--preset", "cpu", "--data", str(folder), "--out", str(runs)]
+    assert main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("cubegrad: error: ")
+    assert message in last
+    assert str(folder) in last
+    assert not runs.exists()
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    lay(tmp_path, mine="Text.\n")
+    texts = find(tmp_path, "novels")
+    (tmp_path / "mine.txt").unlink()
+    with pytest.raises(StudyError, match=r"mine\.txt cannot be read .*: mend it or remove it"):
+        list(read(texts.files["train"]))
