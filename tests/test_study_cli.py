@@ -41,8 +41,12 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "what", "remedy"),
     [
-        ("train digit --lr 1", "unknown problem 'digit'", "use digits, cifar10, or your_module"),
-        ("train digits --method adamw --lr 1", "unknown method 'adamw'", "use one of madgrad,"),
+        (
+            "train digit --lr 1",
+            "unknown problem 'digit'",
+            "use digits, cifar10, imagenet, fastmri, iwslt14, bookwiki, or your_module",
+        ),
+        ("train digits --method lion --lr 1", "unknown method 'lion'", "use one of madgrad,"),
         ("train digits --lr -1", "--lr -1 must be >= 0", "use 1e-3"),
         ("train digits --lr 0", "--lr 0 moves nothing", "use a value > 0"),
         ("train digits --lr fast", "--lr 'fast' is not a number", "use 1e-4"),

@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("problem", metavar="PROBLEM", help="digits, cifar10, or your_module:your_function")
+    add(
+        "problem",
+        metavar="PROBLEM",
+        help="one that `cubegrad problems` names, or your_module:your_function",
+    )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
     add("--epochs", type=_count, help="in place of the preset's")

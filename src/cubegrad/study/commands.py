@@ -192,7 +192,8 @@ def _workers(options: Namespace, plan: Plan) -> int:
 def _result(record: Record) -> str:
     s, metric, unit = record.settings, record.about["metric"], record.about["unit"]
     value = record.last(metric)
-    result = "diverged" if value is None else f"test {metric} {value:.6g}{unit}"
+    space = "" if unit in ("", "%") else " "
+    result = "diverged" if value is None else f"test {metric} {value:.6g}{space}{unit}"
     where = f"{s.problem}, {s.method}, lr {s.lr:g}, decay {s.decay:g}, seed {s.seed}"
     return (
         f"{where}: {result} after {len(record.curve['train_loss'])} epochs, {record.seconds:.1f} s"

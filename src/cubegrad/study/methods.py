@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import cubegrad
 from cubegrad import family
@@ -29,6 +29,7 @@ METHODS: dict[str, Method] = {
     "sgd": Method("SGD", partial(SGD, momentum=0.9), (1e-2, 1.0)),
     "sgd-plain": Method("SGD, no momentum", SGD, (1e-2, 1.0)),
     "adam": Method("Adam", Adam, (1e-4, 1e-2)),
+    "adamw": Method("AdamW", AdamW, (1e-4, 1e-2)),
     "adagrad": Method("AdaGrad", Adagrad, (1e-2, 1.0)),
     "da": Method("DA", family.DA, (1e-1, 1e1)),
     "weighted-da": Method("weighted DA", family.WeightedDA, (1e-2, 1.0)),
@@ -176,6 +177,7 @@ PAPER: dict[str, PaperProblem] = {
             "madgrad": PaperSetting(0.025, 5e-6, 4.33),
             "adagrad": PaperSetting(0.25, 1e-5, 4.38),
             "adam": PaperSetting(0.01, 0.05, 4.35),
+            "adamw": PaperSetting(0.01, 0.05, 4.35),  # fairseq's Adam decays as torch's AdamW
             "sgd": PaperSetting(1.0, 1e-5),
         },
     ),

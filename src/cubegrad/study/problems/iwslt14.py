@@ -180,12 +180,13 @@ def problem() -> Problem:
         epochs=60,
         batch=4096,
         schedule="inverse-sqrt:4000",
+        methods=("madgrad", "sgd", "adamw", "adagrad"),  # fairseq's Adam decays as AdamW does
         seeds=10,
         decays=(0.0, 5e-6, 1e-5, 5e-2),
         lrs={
             "madgrad": (1e-2, 5e-2),
             "sgd": (5e-1, 2.5),
-            "adam": (5e-3, 2.5e-2),
+            "adamw": (5e-3, 2.5e-2),
             "adagrad": (1e-1, 5e-1),
         },
         size="LSTMs of 256 with attention, 5,474,304 parameters, 60 x 1,000 updates",
@@ -201,6 +202,7 @@ def problem() -> Problem:
         epochs=10,
         batch=8192,
         schedule="inverse-sqrt:400",
+        methods=("madgrad", "sgd", "adam", "adagrad"),
         seeds=3,
         decays=(0.0,),
         lrs={
