@@ -166,7 +166,8 @@ def test_the_presets_are_the_papers_or_smaller():
     steps = (0, 1999, 3999, 15999, 59999)
     expected = (1 / 4000, 0.5, 1.0, 0.5, 15**-0.5)
     assert [factor(step) for step in steps] == pytest.approx(expected)
-    for method, (lr, decay, _) in table.best.items():
+    for method in paper.methods:
+        lr, decay, _ = table.best[method]
         low, high = paper.lrs[method]
         assert low <= lr <= high
         assert decay in paper.decays

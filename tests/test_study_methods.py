@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
 import cubegrad
 from cubegrad import family
@@ -36,7 +36,7 @@ def test_all_of_the_family_and_the_methods_of_the_paper_are_there() -> None:
         if isinstance(one, type) and issubclass(one, family.DualAveraging)
     } - {family.DualAveraging}
     assert len(wanted) >= 9
-    assert made == wanted | {cubegrad.MADGRAD, cubegrad.MirrorMADGRAD, SGD, Adam, Adagrad}
+    assert made == wanted | {cubegrad.MADGRAD, cubegrad.MirrorMADGRAD, SGD, Adam, AdamW, Adagrad}
 
 
 def test_momentum_is_the_papers() -> None:

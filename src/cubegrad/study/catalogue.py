@@ -31,12 +31,9 @@ def _call(name: str, module: str, function: str) -> object:
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
-        ours = module.startswith("cubegrad.study.")
-        remedy = (
-            "pip install 'cubegrad[problems]'" if ours else "run from its folder, or install it"
-        )
         raise StudyError(
-            f"cannot import {error.name or module} for problem {name!r} ({error}); {remedy}"
+            f"cannot import {error.name or module} for problem {name!r} ({error}); "
+            "run from its folder, or install it"
         ) from None
     made = getattr(loaded, function, None)
     if not callable(made):

@@ -44,7 +44,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add(
         "problem",
         metavar="PROBLEM",
-        help="one that `cubegrad problems` names, or your_module:your_function",
+        help="of `cubegrad problems`, or your_module:your_function",
     )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
