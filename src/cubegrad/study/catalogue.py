@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cubegrad.study.problem import Problem, StudyError
 
-NAMES = ("digits", "cifar10")
+NAMES = ("digits", "cifar10", "fastmri")
 
 
 def find(name: str) -> Problem:
