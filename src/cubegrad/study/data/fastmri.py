@@ -14,6 +14,7 @@ from cubegrad.study.problem import StudyError, optional
 URL = "https://fastmri.med.nyu.edu"
 FOLDERS = {"train": "multicoil_train", "test": "multicoil_val"}  # the real test set has no targets
 
+LEAST = 32  # pixels a side: 2 are left after the network's 4 poolings
 READERS = 4  # threads; the next batch is read while this one trains
 
 
@@ -84,17 +85,23 @@ def _volume(library: Any, path: Path) -> Volume:
             for name, rank, kind in (("kspace", 4, "c"), ("reconstruction_rss", 3, "f")):
                 _check(path, file, name, rank, kind)
             count, targets = file["kspace"].shape[0], file["reconstruction_rss"]
+            height, width = file["kspace"].shape[2:]
+            if min(height, width) < LEAST or not file["kspace"].shape[1]:
+                raise StudyError(
+                    f"{path} holds kspace of {file['kspace'].shape}: one coil and sides >= {LEAST} "
+                    "are the least; leave this volume out"
+                )
             if not count or count != targets.shape[0]:
                 raise StudyError(
                     f"{path} holds {count} slices of kspace and {targets.shape[0]} of "
                     "reconstruction_rss: both must be one number >= 1; fetch it again"
                 )
-            peak = float(file.attrs["max"] if "max" in file.attrs else targets[()].max())
+            peak: Any = file.attrs["max"] if "max" in file.attrs else targets[()].max()
     except OSError as error:
         raise _unreadable(path, error) from None
-    if not 0 < peak < np.inf:
+    if not isinstance(peak, (float, np.number)) or not 0 < peak < np.inf:
         raise StudyError(f"{path} has the maximum {peak}, not a number > 0: fetch it again")
-    return Volume(path, count, peak)
+    return Volume(path, count, float(peak))
 
 
 def _check(path: Path, file: Any, name: str, rank: int, kind: str) -> None:

@@ -22,7 +22,7 @@ EVERY = 5  # subjects: in five, in the order of the file, one of each of these
 TEST, VALID = 4, 2
 DISTANCE = 1.3  # of the coils from the middle, in half widths of the image
 REACH = 0.8  # of a coil, in half widths
-NOISE = 0.01  # deviation of each part of each coil's k-space; the slices are in 0 … 1
+NOISE = 0.005  # deviation of each part of each coil's k-space; the slices are in 0 … 1
 SEED = 1_000_003  # of phases and noise; the same for every run
 
 

@@ -111,6 +111,7 @@ class VarNet(nn.Module):
         pools: int,
         map_channels: int,
         map_pools: int,
+        *,
         mixed: bool = False,
     ) -> None:
         super().__init__()
