@@ -150,7 +150,7 @@ class Simulated:
         self.scanner = Scanner(coils, (self.images.shape[1], self.images.shape[2]), device)
 
     def _peaks(self, volumes: list[str]) -> Tensor:
-        """The brightest value of each slice's volume; 1 where all is black."""
+        """The brightest value of each slice's volume, as far as it is here; 1 where all is black."""
         brightest: dict[str, float] = {}
         for volume, value in zip(volumes, self.images.amax((1, 2)).tolist(), strict=True):
             brightest[volume] = max(value, brightest.get(volume, 0.0))
@@ -161,8 +161,10 @@ class Simulated:
         return len(self.places)
 
     def batches(self, wanted: Sequence[Sequence[int]]) -> Iterator[list[Slices]]:
-        for batch in wanted:
-            index = torch.tensor(batch).to(self.images.device)
+        # All at once: the host waits for the device at each copy.
+        together = torch.tensor([one for batch in wanted for one in batch]).to(self.images.device)
+        each = torch.split(together, [len(batch) for batch in wanted])
+        for batch, index in zip(wanted, each, strict=True):
             kspace = self.scanner(self.images[index], [self.places[one] for one in batch])
             # As fastMRI has it: the root sum of squares of all lines, with their noise.
             target = root_sum_of_squares(to_images(kspace))

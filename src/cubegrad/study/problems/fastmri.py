@@ -54,7 +54,7 @@ LRS = {
     },
 }
 
-Batch = list[Slices]  # one entry a shape
+Batch = list[Slices]  # the slices of an entry have one shape
 
 
 class Source(Protocol):
