@@ -294,9 +294,10 @@ def test_a_graphed_step_is_a_plain_one(tmp_path, monkeypatch):
 @GPU
 def test_a_graphed_step_is_a_plain_one_on_a_gpu(tmp_path):
     ((losses, params), (expected, others)), _ = graphed_and_plain(tmp_path, torch.device("cuda"))
-    assert losses == pytest.approx(expected, rel=1e-3)
+    # The two may run other kernels, in TF32.
+    assert losses == pytest.approx(expected, rel=5e-3)
     for param, other in zip(params, others, strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(param, other, rtol=1e-2, atol=5e-3)
 
 
 @GPU

@@ -150,7 +150,7 @@ class Simulated:
         self.scanner = Scanner(coils, (self.images.shape[1], self.images.shape[2]), device)
 
     def _peaks(self, volumes: list[str]) -> Tensor:
-        """The brightest value of each slice's volume, as far as it is here; 1 where all is black."""
+        """The brightest value of each slice's volume, of what is here; 1 where all is black."""
         brightest: dict[str, float] = {}
         for volume, value in zip(volumes, self.images.amax((1, 2)).tolist(), strict=True):
             brightest[volume] = max(value, brightest.get(volume, 0.0))
