@@ -41,10 +41,10 @@ LRS = {
         "adagrad": (1e-1, 5e-1),
     },
     "gpu": {
-        "madgrad": (5e-3, 5e-2),
-        "sgd": (5e-2, 5e-1),
-        "adam": (5e-4, 5e-3),
-        "adagrad": (2.5e-2, 2.5e-1),
+        "madgrad": (5e-3, 2.5e-2),
+        "sgd": (1e-1, 5e-1),
+        "adam": (1e-3, 5e-3),
+        "adagrad": (1e-2, 5e-2),
     },
     "cpu": {
         "madgrad": (5e-3, 2.5e-2),
@@ -276,13 +276,13 @@ def problem() -> Problem:
             **NETWORKS["gpu"],
         },
     )
-    some = {"train": 160, "test": 48}
+    some = {"train": 120, "test": 40}
     cpu = replace(
         gpu,
         epochs=5,
         batch=4,
         lrs=LRS["cpu"],
-        size="VarNet of 2 cascades, 30,576 parameters, on 160 slices",
+        size="VarNet of 2 cascades, 30,576 parameters, on 120 slices",
         options={**gpu.options, **some, "shrink": 8, "coils": 4, **NETWORKS["cpu"]},
     )
     return Problem(
