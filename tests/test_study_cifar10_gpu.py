@@ -3,13 +3,12 @@ GPU, the same steps run on it.
 """
 
 import json
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from pretend_cuda import pretend_cuda
 from small_cifar import CPU, made_up, settings_of, setup_of, small_problem
 from torch._dynamo.testing import CompileCounter
 
@@ -27,46 +26,6 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.fixture
 def small(monkeypatch):
     yield from small_problem(monkeypatch)
-
-
-class PretendGraph:
-    """A CUDA graph on a CPU: a replay does the captured work again, into the same tensors."""
-
-    step: GraphedStep
-
-    def replay(self):
-        (captured,) = (one for one in self.step.captured.values() if one.graph is self)
-        loss = cifar10.mean_loss(self.step.model, *captured.batch)
-        grads = torch.autograd.grad(loss, captured.params)
-        for static, value in zip([captured.loss, *captured.grads], [loss, *grads], strict=True):
-            static.copy_(value.detach())
-
-
-def pretend_cuda(monkeypatch, step):
-    """Captures into PretendGraphs of this step; returns a list of them."""
-    graphs = []
-
-    @contextmanager
-    def graph(made, stream):
-        assert stream is not None
-        # Gradients from before would be added to, at every replay.
-        assert all(param.grad is None for param in step.model.parameters())
-        kept = [buffer.clone() for buffer in step.model.buffers()]
-        yield
-        for buffer, value in zip(step.model.buffers(), kept, strict=True):
-            buffer.copy_(value)  # a capture runs nothing
-        graphs.append(made)
-
-    def stream():
-        return SimpleNamespace(wait_stream=lambda _: None)
-
-    monkeypatch.setattr(PretendGraph, "step", step, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    return graphs
 
 
 def two_tasks(small, device, loss=cifar10.mean_loss):
@@ -101,7 +60,7 @@ def test_a_graphed_step_is_a_step(small, monkeypatch):
         return cifar10.mean_loss(model, images, labels)
 
     graphed, plain, step = two_tasks(small, CPU, loss)
-    graphs = pretend_cuda(monkeypatch, step)
+    graphs = pretend_cuda(monkeypatch, graphed.model)
     benchmark = torch.backends.cudnn.benchmark
     losses = two_epochs(graphed, plain, step)
     assert torch.backends.cudnn.benchmark == benchmark

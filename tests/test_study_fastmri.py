@@ -1,12 +1,11 @@
 """fastMRI's loss, batches, steps and presets; whole runs on made-up slices and volumes."""
 
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from pretend_cuda import pretend_cuda
 from small_mri import SMALL, lay_slices, lay_volumes, small_problem
 from torch import nn
 
@@ -226,42 +225,6 @@ def test_a_file_that_breaks_during_a_run_is_named(tmp_path):
         list(task.batches(0))
 
 
-class PretendGraph:
-    """A CUDA graph on a CPU: a replay does the captured work again, into the same tensors."""
-
-    step: fastmri.Step
-
-    def replay(self):
-        captured = self.step.captured
-        loss = (1 - fastmri.similarity(self.step.model, captured.slices, self.step.low)).mean()
-        grads = torch.autograd.grad(loss, captured.params)
-        for static, value in zip([captured.loss, *captured.grads], [loss, *grads], strict=True):
-            static.copy_(value.detach())
-
-
-def pretend_cuda(monkeypatch, step):
-    captures = []
-
-    @contextmanager
-    def graph(made, stream):
-        assert stream is not None
-        # Gradients from before would be added to, at every replay.
-        assert all(param.grad is None for param in step.model.parameters())
-        yield
-        captures.append(made)
-
-    def stream():
-        return SimpleNamespace(wait_stream=lambda _: None)
-
-    monkeypatch.setattr(PretendGraph, "step", step, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    return captures
-
-
 def trained(step, task, epochs=2):
     optimizer = cubegrad.MADGRAD(step.model.parameters(), lr=1e-3)
     losses = [
@@ -278,7 +241,7 @@ def graphed_and_plain(tmp_path, device, monkeypatch=None):
     models = [VarNet(*SMALL["network"]).to(device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     steps = [fastmri.Step(models[0], 4, graphed=3), fastmri.Step(models[1], 4)]
-    captures = pretend_cuda(monkeypatch, steps[0]) if monkeypatch else None
+    captures = pretend_cuda(monkeypatch, models[0]) if monkeypatch else None
     return [trained(step, task) for step in steps], captures
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from cubegrad.study.data import fastmri as data
 from cubegrad.study.data import mr_slices
+from cubegrad.study.graphs import Captured
 from cubegrad.study.models.kspace import Slices, centre_crop, measured
 from cubegrad.study.models.varnet import VarNet
 from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task
@@ -25,7 +26,6 @@ ACCELERATION = 4
 OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
-WARM_UP = 3  # steps, in which cuDNN chooses its kernels and cuFFT makes its plans
 # Of VarNet, in its order; how many central lines are measured; bfloat16 in the U-Nets and one graph
 # a step, on a GPU.
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -93,12 +93,12 @@ class Step:
         self.model = model
         self.low = low
         self.graphed = graphed  # slices in a batch whose step is a CUDA graph; 0 is none
-        self.captured: _Captured | None = None
+        self.captured: Captured | None = None
 
     def __call__(self, optimizer: Optimizer, batch: Batch) -> Tensor:
         if len(batch) == 1 and len(batch[0].peak) == self.graphed:
             if self.captured is None:
-                self.captured = _Captured(self.model, batch[0], self.low)
+                self.captured = Captured(self.model, self._mean_loss, batch[0])
             loss = self.captured.replay(batch[0])
         else:
             optimizer.zero_grad()
@@ -106,54 +106,14 @@ class Step:
         optimizer.step()
         return loss
 
+    def _mean_loss(self, model: nn.Module, *slices: Tensor) -> Tensor:
+        return (1 - similarity(model, Slices(*slices), self.low)).mean()
+
     def _backward(self, slices: Slices, batch: Batch) -> Tensor:
         count = sum(len(one.peak) for one in batch)
         loss = (1 - similarity(self.model, slices, self.low)).sum() / count
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-class _Captured:
-    """Loss and gradients of a batch of one shape as a CUDA graph."""
-
-    def __init__(self, model: nn.Module, slices: Slices, low: int) -> None:
-        self.params = list(model.parameters())
-        self.slices = Slices(*(tensor.clone() for tensor in slices))
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        chosen = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = True
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    self._drop_gradients()
-                    self._loss(model, low).backward()  # type: ignore[no-untyped-call]
-                self._drop_gradients()  # the graph's own must be new: it writes and never adds
-            with torch.cuda.graph(self.graph, stream=stream):
-                self.loss = self._loss(model, low)
-                self.loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            torch.backends.cudnn.benchmark = chosen
-        self.loss = self.loss.detach()
-        self.grads = [param.grad for param in self.params]
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _loss(self, model: nn.Module, low: int) -> Tensor:
-        return (1 - similarity(model, self.slices, low)).mean()
-
-    def _drop_gradients(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def replay(self, slices: Slices) -> Tensor:
-        for own, given in zip(self.slices, slices, strict=True):
-            own.copy_(given)
-        self.graph.replay()
-        if self.params[0].grad is not self.grads[0]:  # a smaller batch was the last
-            for param, grad in zip(self.params, self.grads, strict=True):
-                param.grad = grad
-        return self.loss.clone()
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,54 @@
+"""CUDA graphs on a CPU, for the steps that are captured in one."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from cubegrad.study import graphs
+
+
+class PretendGraph:
+    """A replay does the captured work again, into the same tensors."""
+
+    def replay(self):
+        self.again()
+
+
+def pretend_cuda(monkeypatch, model):
+    """Captures into PretendGraphs; returns a list of them."""
+    captures = []
+    begin = graphs.Captured.__init__
+
+    def capture(self, model, loss, batch):
+        begin(self, model, loss, batch)
+
+        def again():
+            value = loss(model, *self.batch)
+            grads = torch.autograd.grad(value, self.params)
+            for static, new in zip([self.loss, *self.grads], [value, *grads], strict=True):
+                static.copy_(new.detach())
+
+        self.graph.again = again
+
+    @contextmanager
+    def graph(made, stream):
+        assert stream is not None
+        # Gradients from before would be added to, at every replay.
+        assert all(param.grad is None for param in model.parameters())
+        kept = [buffer.clone() for buffer in model.buffers()]
+        yield
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(value)  # a capture runs nothing
+        captures.append(made)
+
+    def stream():
+        return SimpleNamespace(wait_stream=lambda _: None)
+
+    monkeypatch.setattr(graphs.Captured, "__init__", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return captures
