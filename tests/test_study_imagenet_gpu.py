@@ -46,6 +46,7 @@ def test_a_run_learns(images, monkeypatch, options):
     assert record.curve["accuracy"][-1] > 70
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("options", WAYS)
 def test_the_host_does_not_wait_within_an_epoch(images, options):
     problem = small_problem(**options)
@@ -53,8 +54,8 @@ def test_the_host_does_not_wait_within_an_epoch(images, options):
     task = imagenet.build(Setup(problem.presets["cpu"], 0, device, images))
     batches = task.batches(0)
     total = task.loss(task.model, next(batches)).detach()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for batch in batches:
             loss = task.loss(task.model, batch)
             loss.backward()
