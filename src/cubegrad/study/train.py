@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,8 @@ class _Run:
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".tmp{os.getpid()}")
+        # Not the process's number, which those of two nodes may share.
+        scratch = path.with_suffix(f".tmp{uuid.uuid4().hex}")
         with scratch.open("wb") as file:
             torch.save(state, file)
             file.flush()

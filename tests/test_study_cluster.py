@@ -1,0 +1,433 @@
+"""Sweeps on a Ray cluster: a small one on this machine, whose workers are killed."""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ray_problem
+import torch
+
+import cubegrad
+from cubegrad.study import Setup, StudyError, cli, cluster, commands, nodes
+from cubegrad.study.cluster import Cluster
+from cubegrad.study.methods import Entry
+from cubegrad.study.progress import Progress
+from cubegrad.study.records import Runs, Settings
+from cubegrad.study.sweep import Plan, Sweep
+from cubegrad.study.train import Place
+from cubegrad.study.workers import Machine
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs the extra ray", allow_module_level=True)
+# Before anything imports Ray, which reads them then: its ports are open to all who have the token.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+SOURCE = str(Path(cubegrad.__file__).parents[1])
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
+
+NAME = "ray_problem:problem"
+TOY = Plan(
+    ray_problem.problem(),
+    "cpu",
+    ray_problem.problem().presets["cpu"],
+    [Entry("madgrad", "flat"), Entry("sgd", "flat")],
+    lrs=(0.01, 0.1),
+    widen=0,
+)
+SETUP = Setup(TOY.preset, 0, torch.device("cpu"), Path())
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A head on this machine with room for two runs."""
+    home = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # names of sockets have to be short
+    # 127.0.0.1 would be taken for "this host", and looked for at its other address.
+    where = "--node-ip-address=127.0.0.2 --port=0 --num-cpus=2"
+    quiet = "--include-dashboard=false --disable-usage-stats --object-store-memory=80000000"
+    words = f"start --head --block {where} {quiet}".split()
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *words],
+        env={**os.environ, "RAY_TMPDIR": home, "RAY_worker_niceness": "0", "PYTHONPATH": SOURCE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield _address(head)
+    finally:
+        head.terminate()
+        head.communicate(timeout=60)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _address(head: subprocess.Popen[str]) -> str:
+    assert head.stdout is not None
+    said = []
+    for line in head.stdout:
+        said.append(line)
+        if "--address='" in line:
+            return line.split("--address='")[1].split("'")[0]
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "sleep").write_text("0")
+    return folder
+
+
+class Begun(NamedTuple):
+    """A line of the problem's log."""
+
+    pid: int
+    task: int
+    epoch: int
+    module: str
+
+
+def begun(data: Path) -> list[Begun]:
+    try:
+        lines = (data / "log").read_text().splitlines()
+    except OSError:
+        return []
+    rows = (line.split() for line in lines)
+    return [Begun(int(pid), int(task), int(epoch), module) for pid, task, epoch, module in rows]
+
+
+def wait_for(what: Any, seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def search(folder: Path, machine: Machine | Cluster) -> tuple[dict[str, Any], Progress]:
+    """The curves of a whole sweep, each run recorded exactly once."""
+    progress = Progress(StringIO())
+    try:
+        Sweep(TOY, Runs(folder), machine, progress).search()
+    finally:
+        machine.close()
+    records, broken = Runs(folder).load()
+    assert broken == []
+    assert len((folder / "records.jsonl").read_text().splitlines()) == len(records) == 4
+    return {key: record.curve for key, record in sorted(records.items())}, progress
+
+
+def local(tmp_path: Path, data: Path) -> dict[str, Any]:
+    (data / "sleep").write_text("0")
+    return search(tmp_path / "local", Machine(NAME, Place(data)))[0]
+
+
+@linux
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_worker_costs_no_run(
+    shared: bool, address: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "sleep").write_text("0.3")
+    if not shared:  # as on nodes that see a folder of this name, but not this one
+        monkeypatch.setattr(nodes, "mark_folder", lambda _: "elsewhere")
+    killed: list[Begun] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        """The first that has begun its third epoch."""
+        while not over.wait(0.02) and not killed:
+            for one in begun(data):
+                if one.epoch == 2 and not killed:
+                    os.kill(one.pid, signal.SIGKILL)
+                    killed.append(one)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    machine = Cluster(NAME, Place(data, save_every=0.0), address)
+    try:
+        curves, progress = search(tmp_path / "cluster", machine)
+    finally:
+        over.set()
+        killer.join()
+    assert (progress.runs, progress.passed, progress.total) == (4, 16, 16)
+    first: dict[tuple[int, int], int] = {}  # the epoch that each attempt at a run began with
+    for one in begun(data):
+        first.setdefault((one.pid, one.task), one.epoch)
+        assert "working_dir_files" in one.module, "the module came with the job"
+    assert (killed[0].pid, killed[0].task) in first
+    # Five attempts at four runs; the fifth went on from the checkpoint, if its node could see it.
+    assert sorted(first.values()) == [0, 0, 0, 0, 2 if shared else 0]
+    assert bool(list((tmp_path / "cluster").glob("checkpoints/*.pt"))) is False
+    assert curves == local(tmp_path, data)
+
+
+def start(data: Path, out: Path, ray: str, sleep: float) -> subprocess.Popen[str]:
+    (data / "sleep").write_text(str(sleep))
+    # A shell that runs the tests in the background has its children ignore Ctrl-C.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = heed + "import sys; from cubegrad.study.cli import main; sys.exit(main())"
+    words = f"sweep {NAME} --lr 0.01,0.1 --widen 0 --save-every 0 --data {data} --out {out}"
+    path = os.pathsep.join([str(Path(__file__).parent), SOURCE])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words.split(), "--ray", ray],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def group(leader: int) -> list[int]:
+    """Processes of a session that are still there."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@linux
+def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
+    address: str, tmp_path: Path, data: Path
+) -> None:
+    process = start(data, tmp_path / "out", "local", sleep=0.4)
+    wait_for(lambda: Runs(tmp_path / "out").load()[0])
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert errors.strip().endswith("stopped; the same command goes on where it was")
+    assert "Traceback" not in errors
+    assert not any(alive(one.pid) for one in begun(data)), "a worker is still computing"
+    wait_for(lambda: not group(process.pid))
+    records, broken = Runs(tmp_path / "out").load()
+    assert 1 <= len(records) < 4
+    assert broken == []
+    before = {key: record.curve for key, record in records.items()}
+    (data / "sleep").write_text("0")
+    after, _ = search(tmp_path / "out", Cluster(NAME, Place(data), address))
+    assert {key: after[key] for key in before} == before
+    assert after == local(tmp_path, data)
+
+
+@linux
+def test_a_killed_driver_leaves_no_worker_computing(
+    address: str, tmp_path: Path, data: Path
+) -> None:
+    process = start(data, tmp_path / "out", address, sleep=0.4)
+    wait_for(lambda: len({one.pid for one in begun(data)}) == 2)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(alive(one.pid) for one in begun(data)))
+    assert len(Runs(tmp_path / "out").load()[0]) < 4
+    (data / "sleep").write_text("0")
+    Runs(tmp_path / "out").repair()
+    curves, _ = search(tmp_path / "out", Cluster(NAME, Place(data), address))
+    assert curves == local(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("study-error", r"^the data is odd; use other data$"),
+        (
+            "die",
+            r"worker or node died 2 times, perhaps for .* \(WorkerCrashedError\); ",
+        ),
+        ("", r"^no sleep in data; put it there$"),
+    ],
+)
+def test_what_goes_wrong_on_a_node_is_one_line(
+    fault: str, line: str, address: str, tmp_path: Path, data: Path
+) -> None:
+    if fault:
+        (data / fault).touch()
+    else:
+        (data / "sleep").unlink()
+    machine = Cluster(NAME, Place(data), address, retries=1)
+
+    def doing() -> None:
+        with contextlib.closing(machine):
+            machine.check(TOY.problem, replace(SETUP, data=data))
+            Sweep(TOY, Runs(tmp_path), machine, Progress(StringIO())).search()
+
+    with pytest.raises(StudyError, match=line) as caught:
+        doing()
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_bug_shows_where_it_is(address: str, tmp_path: Path, data: Path) -> None:
+    (data / "bug").touch()
+    machine = Cluster(NAME, Place(data), address, limit=1)
+    with pytest.raises(ZeroDivisionError, match=r"ray_problem\.py"):
+        search(tmp_path, machine)
+
+
+def test_a_run_that_fits_no_node_is_told_of(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    machine = Cluster("digits", Place(), "auto", gpus=0.5)
+    with contextlib.closing(machine):
+        machine.check(ray_problem.without_data(), SETUP)
+    told = "no node of the cluster has 1 CPUs and 0.5 GPUs for a run; waiting for one to join\n"
+    assert capsys.readouterr().err == told
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        status: object = cli.main(words.split())
+    except SystemExit as ended:
+        status = ended.code
+    out, errors = capsys.readouterr()
+    assert (status, out, errors.count("\n")) == (2, "", 1)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (
+            "--ray 127.0.0.1:9",
+            "--ray 127.0.0.1:9: no Ray cluster is reached there",
+            "use host:6379",
+        ),
+        ("--ray ray://127.0.0.1:9", "no Ray cluster is reached there", "ray://host:10001"),
+        ("--ray here", "--ray here: no Ray cluster is reached there", "auto, or local"),
+        ("--ray local --gpus-per-run 0", "0 must be a part of a GPU in (0, 1]", "use 0.25"),
+        ("--ray local --gpus-per-run 2", "2 must be a part of a GPU in (0, 1]", "use 0.25"),
+        ("--ray local --gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
+        ("--gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
+        ("--ray local --retries -1", "-1 must be a whole number >= 0", "use 0"),
+    ],
+)
+def test_bad_input_ends_with_one_line(
+    words: str,
+    what: str,
+    remedy: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refused(f"sweep digits {words}", capsys)
+    assert what in line
+    assert remedy in line
+    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+def test_a_server_that_is_not_ray_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_listens", lambda _: True)
+    monkeypatch.setattr(cluster, "REACH", 1)
+    assert "no Ray cluster is reached there" in refused("sweep digits --ray 127.0.0.2:9", capsys)
+
+
+def test_a_missing_ray_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = refused("sweep digits --ray local", capsys)
+    assert line == "cubegrad: error: ray is missing; pip install 'cubegrad[ray]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "cpus", "gpus", "limit"),
+    [
+        ("", 1, 0.0, None),
+        ("--device cuda", 1, 1.0, None),
+        ("--device cuda --gpus-per-run 0.25 --workers 8", 1, 0.25, 8),
+    ],
+)
+def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int | None) -> None:
+    """Also that this machine needs no GPU of its own to ask for some."""
+    options = cli.parser().parse_args(["sweep", "digits", "--ray", "auto", *words.split()])
+    machine = commands._executor(options, commands._plan(options))
+    assert isinstance(machine, Cluster)
+    assert (machine.cpus, machine.gpus, machine.limit) == (cpus, gpus, limit)
+    assert machine.retries == 3
+
+
+def test_only_python_travels_with_a_problem_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, packed = tmp_path / "home", tmp_path / "packed"
+    for name in ("mine_of_test/__init__.py", "mine_of_test/parts/net.py", "mine_of_test/words.txt"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    (home / "mine_of_test" / "deep.py").write_text("from ray_problem import problem\n")
+    for name in ("beside.py", "data/big.bin", "runs/records.jsonl", ".venv/lib/other.py"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    packed.mkdir()
+    monkeypatch.syspath_prepend(home)
+    assert nodes.pack("mine_of_test.deep:problem", packed) == packed
+    names = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
+    assert names == {
+        "beside.py", "mine_of_test/__init__.py", "mine_of_test/deep.py",
+        "mine_of_test/parts/net.py", "mine_of_test/words.txt",
+    }  # fmt: skip
+    assert nodes.pack("digits", packed) is None
+
+
+def test_a_node_with_another_version_is_told_of() -> None:
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
+    order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
+    told = nodes.work(order, None)
+    assert isinstance(told, str)
+    assert "and the sweep is of 9.9; install the same on every node" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
+def test_a_node_whose_torch_sees_no_gpu_is_told_of() -> None:
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0, device="cuda")
+    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    assert told == "torch sees no GPU on a node that has one; install a torch with CUDA there"
+
+
+def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(nodes.train, "run", run)
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
+    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    assert isinstance(told, str)
+    assert "too little memory" in told
+    assert "more --gpus-per-run" in told
+
+
+def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
+    mark = nodes.mark_folder(tmp_path / "one")
+    nodes.mark_folder(tmp_path / "other")
+    assert nodes.sees(tmp_path / "one", mark)
+    assert not nodes.sees(tmp_path / "other", mark)
+    assert not nodes.sees(tmp_path / "none", mark)
