@@ -51,9 +51,16 @@ SETUP = Setup(TOY.preset, 0, torch.device("cpu"), Path())
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def home() -> Iterator[str]:
+    """Where Ray keeps its sockets, whose names have to be shorter than pytest's folders."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def address(home: str) -> Iterator[str]:
     """A head on this machine with room for two runs."""
-    home = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # names of sockets have to be short
     # 127.0.0.1 would be taken for "this host", and looked for at its other address.
     where = "--node-ip-address=127.0.0.2 --port=0 --num-cpus=2"
     quiet = "--include-dashboard=false --disable-usage-stats --object-store-memory=80000000"
@@ -71,7 +78,6 @@ def address() -> Iterator[str]:
     finally:
         head.terminate()
         head.communicate(timeout=60)
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def _address(head: subprocess.Popen[str]) -> str:
@@ -183,7 +189,7 @@ def test_a_killed_worker_costs_no_run(
     assert curves == local(tmp_path, data)
 
 
-def start(data: Path, out: Path, ray: str, sleep: float) -> subprocess.Popen[str]:
+def start(data: Path, out: Path, ray: str, home: str, sleep: float) -> subprocess.Popen[str]:
     (data / "sleep").write_text(str(sleep))
     # A shell that runs the tests in the background has its children ignore Ctrl-C.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -192,7 +198,7 @@ def start(data: Path, out: Path, ray: str, sleep: float) -> subprocess.Popen[str
     path = os.pathsep.join([str(Path(__file__).parent), SOURCE])
     return subprocess.Popen(
         [sys.executable, "-c", code, *words.split(), "--ray", ray],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "RAY_TMPDIR": home},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -215,32 +221,32 @@ def group(leader: int) -> list[int]:
 
 @linux
 def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
-    address: str, tmp_path: Path, data: Path
+    home: str, tmp_path: Path, data: Path
 ) -> None:
-    process = start(data, tmp_path / "out", "local", sleep=0.4)
+    process = start(data, tmp_path / "out", "local", home, sleep=0.4)
     wait_for(lambda: Runs(tmp_path / "out").load()[0])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert errors.strip().endswith("stopped; the same command goes on where it was")
     assert "Traceback" not in errors
-    assert not any(alive(one.pid) for one in begun(data)), "a worker is still computing"
+    wait_for(lambda: not any(alive(one.pid) for one in begun(data)))  # none goes on computing
     wait_for(lambda: not group(process.pid))
     records, broken = Runs(tmp_path / "out").load()
     assert 1 <= len(records) < 4
     assert broken == []
     before = {key: record.curve for key, record in records.items()}
     (data / "sleep").write_text("0")
-    after, _ = search(tmp_path / "out", Cluster(NAME, Place(data), address))
+    after, _ = search(tmp_path / "out", Machine(NAME, Place(data)))
     assert {key: after[key] for key in before} == before
     assert after == local(tmp_path, data)
 
 
 @linux
 def test_a_killed_driver_leaves_no_worker_computing(
-    address: str, tmp_path: Path, data: Path
+    address: str, home: str, tmp_path: Path, data: Path
 ) -> None:
-    process = start(data, tmp_path / "out", address, sleep=0.4)
+    process = start(data, tmp_path / "out", address, home, sleep=0.4)
     wait_for(lambda: len({one.pid for one in begun(data)}) == 2)
     process.kill()
     process.communicate()
@@ -270,7 +276,7 @@ def test_what_goes_wrong_on_a_node_is_one_line(
         (data / fault).touch()
     else:
         (data / "sleep").unlink()
-    machine = Cluster(NAME, Place(data), address, retries=1)
+    machine = Cluster(NAME, Place(data), address, limit=1, retries=1)
 
     def doing() -> None:
         with contextlib.closing(machine):

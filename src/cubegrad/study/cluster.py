@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Cluster:
     _tally: Any = None
     _work: Any = None
     _asked: Any = None  # the answer of the tally that is under way
-    _waiting: dict[Any, Settings] = field(default_factory=dict)
 
     def check(self, problem: Problem, setup: Setup) -> None:
         """Look at the data where the runs will: this machine need not have it."""
@@ -62,35 +61,30 @@ class Cluster:
         mark = nodes.mark_folder(jobs[0][1].absolute().parent)
         place = replace(self.place, data=self.place.data.absolute())
         todo, passed = deque(jobs), dict.fromkeys((job[0].key for job in jobs), 0)
-        while todo or self._waiting:
-            while todo and len(self._waiting) < (self.limit or len(jobs)):
+        waiting: dict[Any, Settings] = {}
+        while todo or waiting:
+            while todo and len(waiting) < (self.limit or len(jobs)):
                 settings, checkpoint = todo.popleft()
                 order = nodes.Order(self.problem, settings, place, checkpoint.absolute(), mark)
-                self._waiting[self._work.remote(order, self._tally)] = settings
-            done, _ = self._ray.wait(list(self._waiting), timeout=POLL)
+                waiting[self._work.remote(order, self._tally)] = settings
+            done, _ = self._ray.wait(list(waiting), timeout=POLL)
             self._look(passed, tick)
             for one in done:
-                settings = self._waiting[one]
-                record = self._get(one)
-                del self._waiting[one]
+                settings, record = waiting.pop(one), self._get(one)
                 if isinstance(record, str):
                     raise StudyError(record)
                 tick(settings.epochs - passed.pop(settings.key))
                 yield record
 
     def close(self) -> None:
-        """Stop at once, and wait until no node is busy with this sweep any more."""
-        if self._ray is None:
-            return
-        with no_interrupts():
-            with contextlib.suppress(Exception):  # the cluster may be the thing that has gone
-                for one in self._waiting:
-                    self._ray.cancel(one, force=True)
-                if self._waiting:
-                    self._ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=10)
-            self._ray.shutdown()
-        self._waiting.clear()
-        self._ray = self._asked = None
+        """Stop at once: every node ends the workers of a driver that has left.
+
+        Tasks are not cancelled first, as Ray 2.60 may abort this process where one ends meanwhile.
+        """
+        if self._ray is not None:
+            with no_interrupts():
+                self._ray.shutdown()
+            self._ray = self._asked = None
 
     def _connect(self) -> None:
         if self._ray is not None:
