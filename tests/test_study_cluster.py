@@ -35,6 +35,14 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("needs the extra ray", allow_module_level=True)
 # Before anything imports Ray, which reads them then: its ports are open to all who have the token.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+# The head ends when its input does, and so also when the tests are killed.
+GUARD = """
+import subprocess, sys
+head = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+sys.stdin.read()
+head.terminate()
+head.wait()
+"""
 SOURCE = str(Path(cubegrad.__file__).parents[1])
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 
@@ -58,36 +66,43 @@ def home() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def address(home: str) -> Iterator[str]:
-    """A head on this machine with room for two runs."""
-    # 127.0.0.1 would be taken for "this host", and looked for at its other address.
-    where = "--node-ip-address=127.0.0.2 --port=0 --num-cpus=2"
-    quiet = "--include-dashboard=false --disable-usage-stats --object-store-memory=80000000"
-    words = f"start --head --block {where} {quiet}".split()
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *words],
+@contextlib.contextmanager
+def ray_start(words: str, home: str) -> Iterator[subprocess.Popen[str]]:
+    """A node on this machine, ended with the block."""
+    size = "--object-store-memory=80000000"
+    command = f"-m ray.scripts.scripts start --block --disable-usage-stats {size} {words}"
+    node = subprocess.Popen(
+        [sys.executable, "-c", GUARD, sys.executable, *command.split()],
         env={**os.environ, "RAY_TMPDIR": home, "RAY_worker_niceness": "0", "PYTHONPATH": SOURCE},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     try:
-        yield _address(head)
+        yield node
     finally:
-        head.terminate()
-        head.communicate(timeout=60)
+        node.communicate(timeout=60)  # closes its input
 
 
-def _address(head: subprocess.Popen[str]) -> str:
-    assert head.stdout is not None
-    said = []
-    for line in head.stdout:
-        said.append(line)
-        if "--address='" in line:
-            return line.split("--address='")[1].split("'")[0]
-    raise AssertionError("".join(said))
+def said(node: subprocess.Popen[str], what: str) -> str:
+    assert node.stdout is not None
+    lines = []
+    for line in node.stdout:
+        lines.append(line)
+        if what in line:
+            return line
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def address(home: str) -> Iterator[str]:
+    """A head with room for two runs."""
+    # 127.0.0.1 would be taken for "this host", and looked for at its other address.
+    where = "--node-ip-address=127.0.0.2 --port=0 --num-cpus=2 --include-dashboard=false"
+    with ray_start(f"--head {where}", home) as head:
+        yield said(head, "--address='").split("--address='")[1].split("'")[0]
 
 
 @pytest.fixture
@@ -147,45 +162,69 @@ def search(folder: Path, machine: Machine | Cluster) -> tuple[dict[str, Any], Pr
 
 def local(tmp_path: Path, data: Path) -> dict[str, Any]:
     (data / "sleep").write_text("0")
+    (data / "together").unlink(missing_ok=True)
     return search(tmp_path / "local", Machine(NAME, Place(data)))[0]
 
 
-@linux
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_killed_worker_costs_no_run(
-    shared: bool, address: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (data / "sleep").write_text("0.3")
-    if not shared:  # as on nodes that see a folder of this name, but not this one
-        monkeypatch.setattr(nodes, "mark_folder", lambda _: "elsewhere")
-    killed: list[Begun] = []
-    over = threading.Event()
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
-    def kill() -> None:
-        """The first that has begun its third epoch."""
-        while not over.wait(0.02) and not killed:
-            for one in begun(data):
-                if one.epoch == 2 and not killed:
-                    os.kill(one.pid, signal.SIGKILL)
-                    killed.append(one)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    machine = Cluster(NAME, Place(data, save_every=0.0), address)
-    try:
-        curves, progress = search(tmp_path / "cluster", machine)
-    finally:
-        over.set()
-        killer.join()
-    assert (progress.runs, progress.passed, progress.total) == (4, 16, 16)
-    first: dict[tuple[int, int], int] = {}  # the epoch that each attempt at a run began with
+def kill_one(data: Path, node: int | None, over: threading.Event) -> None:
+    """The first worker in its third epoch; on a given node, and then with its node."""
+    while not over.wait(0.02):
+        for one in begun(data):
+            if one.epoch == 2 and (node is None or node == os.getsid(one.pid)):
+                if node is not None:
+                    os.kill(parent(one.pid), signal.SIGKILL)
+                os.kill(one.pid, signal.SIGKILL)
+                return
+
+
+def attempts(data: Path) -> list[int]:
+    """The epochs that each attempt at a run began with."""
+    first: dict[tuple[int, int], int] = {}
     for one in begun(data):
         first.setdefault((one.pid, one.task), one.epoch)
         assert "working_dir_files" in one.module, "the module came with the job"
-    assert (killed[0].pid, killed[0].task) in first
+    return sorted(first.values())
+
+
+@linux
+@pytest.mark.parametrize("what", ["a worker", "a worker of an unshared folder", "a node"])
+def test_a_death_costs_no_run(
+    what: str,
+    address: str,
+    home: str,
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (data / "sleep").write_text("0.3")
+    (data / "together").write_text("3" if what == "a node" else "2")
+    shared, node, over = "unshared" not in what, None, threading.Event()
+    if not shared:  # as on nodes that see a folder of this name, but not this one
+        monkeypatch.setattr(nodes, "marked", lambda _: contextlib.nullcontext("elsewhere"))
+    with contextlib.ExitStack() as stack:
+        if what == "a node":
+            words = f"--address={address} --node-ip-address=127.0.0.3 --num-cpus=1"
+            joined = stack.enter_context(ray_start(words, home))
+            said(joined, "Ray runtime started")
+            node = joined.pid
+        killer = threading.Thread(target=kill_one, args=(data, node, over))
+        killer.start()
+        stack.callback(killer.join)
+        stack.callback(over.set)
+        machine = Cluster(NAME, Place(data, save_every=0.0), address)
+        curves, progress = search(tmp_path / "cluster", machine)
+    assert (progress.runs, progress.passed, progress.total) == (4, 16, 16)
     # Five attempts at four runs; the fifth went on from the checkpoint, if its node could see it.
-    assert sorted(first.values()) == [0, 0, 0, 0, 2 if shared else 0]
-    assert bool(list((tmp_path / "cluster").glob("checkpoints/*.pt"))) is False
+    assert attempts(data) == [0, 0, 0, 0, 2 if shared else 0]
+    assert not list((tmp_path / "cluster").glob("checkpoints/*"))
+    out, errors = capfd.readouterr()
+    assert out == ""
+    assert errors == "the worker or node of a run died; the run begins again\n"
     assert curves == local(tmp_path, data)
 
 
@@ -223,7 +262,7 @@ def group(leader: int) -> list[int]:
 def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
     home: str, tmp_path: Path, data: Path
 ) -> None:
-    process = start(data, tmp_path / "out", "local", home, sleep=0.4)
+    process = start(data, tmp_path / "out", "local", home, sleep=0.8)
     wait_for(lambda: Runs(tmp_path / "out").load()[0])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
     _, errors = process.communicate(timeout=120)
@@ -404,6 +443,20 @@ def test_only_python_travels_with_a_problem_of_ones_own(
     assert nodes.pack("digits", packed) is None
 
 
+def test_of_a_plain_folder_python_files_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, packed = tmp_path / "home", tmp_path / "packed"
+    (home / "plain_of_test" / "runs").mkdir(parents=True)
+    (home / "plain_of_test" / "deep.py").write_text("from ray_problem import problem\n")
+    (home / "plain_of_test" / "runs" / "records.jsonl").touch()
+    packed.mkdir()
+    monkeypatch.syspath_prepend(home)
+    assert nodes.pack("plain_of_test.deep:problem", packed) == packed
+    names = [str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()]
+    assert names == ["plain_of_test/deep.py"]
+
+
 def test_a_node_with_another_version_is_told_of() -> None:
     settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
     order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
@@ -419,21 +472,22 @@ def test_a_node_whose_torch_sees_no_gpu_is_told_of() -> None:
     assert told == "torch sees no GPU on a node that has one; install a torch with CUDA there"
 
 
-def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(nodes.train, "run", run)
+def test_a_gpu_that_is_too_small_is_told_of(data: Path, tmp_path: Path) -> None:
+    (data / "full").touch()
     settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
-    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    told = nodes.work(nodes.Order(NAME, settings, Place(data), Path("one.pt"), ""), None)
     assert isinstance(told, str)
     assert "too little memory" in told
     assert "more --gpus-per-run" in told
+    with pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "):
+        search(tmp_path / "out", Machine(NAME, Place(data), workers=2))
 
 
 def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
-    mark = nodes.mark_folder(tmp_path / "one")
-    nodes.mark_folder(tmp_path / "other")
-    assert nodes.sees(tmp_path / "one", mark)
-    assert not nodes.sees(tmp_path / "other", mark)
-    assert not nodes.sees(tmp_path / "none", mark)
+    one, other = tmp_path / "one", tmp_path / "other"
+    with nodes.marked(one) as mark, nodes.marked(other):
+        assert nodes.sees(one, mark)
+        assert not nodes.sees(other, mark)
+        assert not nodes.sees(tmp_path / "none", mark)
+    assert not nodes.sees(one, mark)
+    assert not list(one.iterdir())

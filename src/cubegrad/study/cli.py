@@ -54,7 +54,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=10.0,
         metavar="SECONDS",
-        help="least time between two checkpoints of a run (%(default)s)",
+        help="least time between two checkpoints of a run (%(default)s); 0: after each epoch",
     )
     add("--out", type=Path, metavar="DIR", help="where runs are kept (runs/PROBLEM-PRESET)")
 

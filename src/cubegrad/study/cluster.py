@@ -55,10 +55,14 @@ class Cluster:
 
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
         """Records as they come; `tick` is told how many epochs have passed since the last call."""
-        if not jobs:
-            return
-        self._connect()
-        mark = nodes.mark_folder(jobs[0][1].absolute().parent)
+        if jobs:
+            self._connect()
+            with nodes.marked(jobs[0][1].absolute().parent) as mark:
+                yield from self._share(jobs, mark, tick)
+
+    def _share(
+        self, jobs: Sequence[Job], mark: str, tick: Callable[[int], None]
+    ) -> Iterator[Record]:
         place = replace(self.place, data=self.place.data.absolute())
         todo, passed = deque(jobs), dict.fromkeys((job[0].key for job in jobs), 0)
         waiting: dict[Any, Settings] = {}
@@ -158,12 +162,20 @@ class Cluster:
             ) from None
 
 
+def _hear(data: dict[str, Any], *_: object, **__: object) -> None:
+    """In place of Ray's own report of a death: pages of a node's log, into the standard output."""
+    if "retries remaining" in " ".join(data["lines"]):
+        tqdm.write("the worker or node of a run died; the run begins again", file=sys.stderr)
+
+
 def _import() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
     try:
         import ray
     except ImportError as error:
         raise StudyError(f"{error.name} is missing; pip install 'cubegrad[ray]'") from None
+    # No option has it; where a Ray calls it otherwise this changes nothing.
+    ray._private.worker.print_to_stdstream = _hear
     return ray
 
 

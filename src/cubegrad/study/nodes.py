@@ -1,11 +1,13 @@
 """What a node of a cluster is told, and does: an order in, a record out."""
 
+import contextlib
 import os
 import shutil
 import sys
 import sysconfig
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from cubegrad.study import catalogue, train
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record, Settings
 
-MARK = "mark.tmp"  # a name that `Runs.repair` clears away
+MARK = "mark.tmp"  # a name that `Runs.repair` clears away, after a kill
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,16 @@ def find(problem: str, version: str, device: str) -> Problem:
     return catalogue.find(problem)
 
 
-def mark_folder(folder: Path) -> str:
+@contextlib.contextmanager
+def marked(folder: Path) -> Iterator[str]:
     """Leave a word that only those can read who see this very folder, and not one of its name."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
     (folder / MARK).write_text(mark)
-    return mark
+    try:
+        yield mark
+    finally:
+        (folder / MARK).unlink(missing_ok=True)
 
 
 def sees(folder: Path, mark: str) -> bool:
@@ -123,9 +129,8 @@ def pack(problem: str, folder: Path) -> Path | None:
         return None
     catalogue.find(problem)
     top = sys.modules[module.partition(".")[0]]
-    home = Path(top.__file__ or top.__path__[0]).resolve().parent
-    if top.__file__ and hasattr(top, "__path__"):
-        home = home.parent
+    within = getattr(top, "__path__", None)  # of a package
+    home = Path(within[0] if within else str(top.__file__)).resolve().parent
     if any(home == Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")):
         return None
     for path in home.iterdir():
@@ -133,4 +138,8 @@ def pack(problem: str, folder: Path) -> Path | None:
             shutil.copy(path, folder)
         elif (path / "__init__.py").is_file():
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+    if within and top.__file__ is None:  # a plain folder: who knows what else is in it
+        for path in Path(within[0]).resolve().rglob("*.py"):
+            (folder / path.relative_to(home)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / path.relative_to(home))
     return folder

@@ -24,7 +24,9 @@ class Place:
 
     data: Path = Path("data")
     download: bool = False
-    save_every: float = 10.0  # seconds: what a kill may cost, beside the epoch under way
+    # Seconds: what a kill may cost, beside the epoch under way. Longer where saving takes more than
+    # 5 % of the time; 0 saves after each epoch, whatever it takes.
+    save_every: float = 10.0
 
 
 @dataclass
@@ -98,14 +100,16 @@ def run(
     for _ in range(state.epoch):
         tick()
     start = saved = time.monotonic()
-    begun = state.seconds
+    begun, pause = state.seconds, place.save_every
     while state.epoch < settings.epochs and not diverged(state.curve):
         _epoch(problem, settings, state, schedule)
         now = time.monotonic()
         state.seconds = begun + now - start
-        if checkpoint is not None and now - saved >= place.save_every:
+        if checkpoint is not None and now - saved >= pause:
             state.save(checkpoint, settings)
-            saved = now
+            saved = time.monotonic()
+            if place.save_every:  # a gigabyte takes seconds
+                pause = max(place.save_every, 20 * (saved - now))
         tick()
     for _ in range(state.epoch, settings.epochs):
         tick()

@@ -67,6 +67,11 @@ class Machine:
                 "a worker was killed, perhaps for want of memory; "
                 "the same command goes on where it was, with fewer --workers if it comes again"
             ) from None
+        except torch.OutOfMemoryError:
+            raise StudyError(
+                f"{self.workers} runs at a time are too many for the GPU's memory; "
+                "the same command goes on where it was, with fewer --workers"
+            ) from None
 
     def _start(self) -> ProcessPoolExecutor:
         # Forking a process in which torch has started threads may hang it.
