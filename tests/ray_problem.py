@@ -1,12 +1,12 @@
 """The toy problem for the tests of the cluster: files in its data folder say how it is to behave.
 
-`together` holds how many workers have to begin before one goes on;
-`sleep` holds the seconds of an epoch; `study-error`, `full`, `bug` and `die` make it
-fail; `log` gets a line for each epoch that begins.
+`sleep` holds the seconds of an epoch, `together` how many workers have to begin before one goes on;
+`study-error`, `full`, `bug` and `die` make it fail; `log` gets a line for each epoch that begins.
 """
 
 import os
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cubegrad.study import StudyError
 
 
 def build(setup):
-    task = toy_problem.build(setup)
+    task, name = toy_problem.build(setup), uuid.uuid4().hex
 
     def batches(epoch):
         if (setup.data / "study-error").exists():
@@ -29,7 +29,7 @@ def build(setup):
         if (setup.data / "die").exists():
             os._exit(9)  # as when the system wants its memory back
         with (setup.data / "log").open("a") as log:  # short lines of one write are whole
-            log.write(f"{os.getpid()} {id(task)} {epoch} {Path(__file__).resolve()}\n")
+            log.write(f"{os.getpid()} {name} {epoch} {Path(__file__).resolve()}\n")
         together(setup.data)
         time.sleep(float((setup.data / "sleep").read_text()))
         return task.batches(epoch)

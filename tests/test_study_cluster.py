@@ -3,47 +3,34 @@
 import contextlib
 import importlib.util
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import ray_problem
 import torch
+from ray_nodes import SOURCE, alive, begun, group, parent, ray_start, said, wait_for
 
-import cubegrad
-from cubegrad.study import Setup, StudyError, cli, cluster, commands, nodes
+from cubegrad.study import Setup, StudyError, nodes
 from cubegrad.study.cluster import Cluster
 from cubegrad.study.methods import Entry
 from cubegrad.study.progress import Progress
-from cubegrad.study.records import Runs, Settings
+from cubegrad.study.records import Runs
 from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs the extra ray", allow_module_level=True)
-# Before anything imports Ray, which reads them then: its ports are open to all who have the token.
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-# The head ends when its input does, and so also when the tests are killed.
-GUARD = """
-import subprocess, sys
-head = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-sys.stdin.read()
-head.terminate()
-head.wait()
-"""
-SOURCE = str(Path(cubegrad.__file__).parents[1])
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 
 NAME = "ray_problem:problem"
@@ -66,36 +53,6 @@ def home() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def ray_start(words: str, home: str) -> Iterator[subprocess.Popen[str]]:
-    """A node on this machine, ended with the block."""
-    size = "--object-store-memory=80000000"
-    command = f"-m ray.scripts.scripts start --block --disable-usage-stats {size} {words}"
-    node = subprocess.Popen(
-        [sys.executable, "-c", GUARD, sys.executable, *command.split()],
-        env={**os.environ, "RAY_TMPDIR": home, "RAY_worker_niceness": "0", "PYTHONPATH": SOURCE},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield node
-    finally:
-        node.communicate(timeout=60)  # closes its input
-
-
-def said(node: subprocess.Popen[str], what: str) -> str:
-    assert node.stdout is not None
-    lines = []
-    for line in node.stdout:
-        lines.append(line)
-        if what in line:
-            return line
-    raise AssertionError("".join(lines))
-
-
 @pytest.fixture(scope="module")
 def address(home: str) -> Iterator[str]:
     """A head with room for two runs."""
@@ -111,40 +68,6 @@ def data(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "sleep").write_text("0")
     return folder
-
-
-class Begun(NamedTuple):
-    """A line of the problem's log."""
-
-    pid: int
-    task: int
-    epoch: int
-    module: str
-
-
-def begun(data: Path) -> list[Begun]:
-    try:
-        lines = (data / "log").read_text().splitlines()
-    except OSError:
-        return []
-    rows = (line.split() for line in lines)
-    return [Begun(int(pid), int(task), int(epoch), module) for pid, task, epoch, module in rows]
-
-
-def wait_for(what: Any, seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"not within {seconds} s")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def search(folder: Path, machine: Machine | Cluster) -> tuple[dict[str, Any], Progress]:
@@ -166,10 +89,6 @@ def local(tmp_path: Path, data: Path) -> dict[str, Any]:
     return search(tmp_path / "local", Machine(NAME, Place(data)))[0]
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def kill_one(data: Path, node: int | None, over: threading.Event) -> None:
     """The first worker in its third epoch; on a given node, and then with its node."""
     while not over.wait(0.02):
@@ -183,7 +102,7 @@ def kill_one(data: Path, node: int | None, over: threading.Event) -> None:
 
 def attempts(data: Path) -> list[int]:
     """The epochs that each attempt at a run began with."""
-    first: dict[tuple[int, int], int] = {}
+    first: dict[tuple[int, str], int] = {}
     for one in begun(data):
         first.setdefault((one.pid, one.task), one.epoch)
         assert "working_dir_files" in one.module, "the module came with the job"
@@ -243,19 +162,6 @@ def start(data: Path, out: Path, ray: str, home: str, sleep: float) -> subproces
         text=True,
         start_new_session=True,
     )
-
-
-def group(leader: int) -> list[int]:
-    """Processes of a session that are still there."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 @linux
@@ -344,150 +250,3 @@ def test_a_run_that_fits_no_node_is_told_of(
         machine.check(ray_problem.without_data(), SETUP)
     told = "no node of the cluster has 1 CPUs and 0.5 GPUs for a run; waiting for one to join\n"
     assert capsys.readouterr().err == told
-
-
-def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    try:
-        status: object = cli.main(words.split())
-    except SystemExit as ended:
-        status = ended.code
-    out, errors = capsys.readouterr()
-    assert (status, out, errors.count("\n")) == (2, "", 1)
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("words", "what", "remedy"),
-    [
-        (
-            "--ray 127.0.0.1:9",
-            "--ray 127.0.0.1:9: no Ray cluster is reached there",
-            "use host:6379",
-        ),
-        ("--ray ray://127.0.0.1:9", "no Ray cluster is reached there", "ray://host:10001"),
-        ("--ray here", "--ray here: no Ray cluster is reached there", "auto, or local"),
-        ("--ray local --gpus-per-run 0", "0 must be a part of a GPU in (0, 1]", "use 0.25"),
-        ("--ray local --gpus-per-run 2", "2 must be a part of a GPU in (0, 1]", "use 0.25"),
-        ("--ray local --gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
-        ("--gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
-        ("--ray local --retries -1", "-1 must be a whole number >= 0", "use 0"),
-    ],
-)
-def test_bad_input_ends_with_one_line(
-    words: str,
-    what: str,
-    remedy: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    line = refused(f"sweep digits {words}", capsys)
-    assert what in line
-    assert remedy in line
-    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
-
-
-def test_a_server_that_is_not_ray_is_told_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "_listens", lambda _: True)
-    monkeypatch.setattr(cluster, "REACH", 1)
-    assert "no Ray cluster is reached there" in refused("sweep digits --ray 127.0.0.2:9", capsys)
-
-
-def test_a_missing_ray_is_told_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    line = refused("sweep digits --ray local", capsys)
-    assert line == "cubegrad: error: ray is missing; pip install 'cubegrad[ray]'\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "cpus", "gpus", "limit"),
-    [
-        ("", 1, 0.0, None),
-        ("--device cuda", 1, 1.0, None),
-        ("--device cuda --gpus-per-run 0.25 --workers 8", 1, 0.25, 8),
-    ],
-)
-def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int | None) -> None:
-    """Also that this machine needs no GPU of its own to ask for some."""
-    options = cli.parser().parse_args(["sweep", "digits", "--ray", "auto", *words.split()])
-    machine = commands._executor(options, commands._plan(options))
-    assert isinstance(machine, Cluster)
-    assert (machine.cpus, machine.gpus, machine.limit) == (cpus, gpus, limit)
-    assert machine.retries == 3
-
-
-def test_only_python_travels_with_a_problem_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, packed = tmp_path / "home", tmp_path / "packed"
-    for name in ("mine_of_test/__init__.py", "mine_of_test/parts/net.py", "mine_of_test/words.txt"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).touch()
-    (home / "mine_of_test" / "deep.py").write_text("from ray_problem import problem\n")
-    for name in ("beside.py", "data/big.bin", "runs/records.jsonl", ".venv/lib/other.py"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).touch()
-    packed.mkdir()
-    monkeypatch.syspath_prepend(home)
-    assert nodes.pack("mine_of_test.deep:problem", packed) == packed
-    names = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
-    assert names == {
-        "beside.py", "mine_of_test/__init__.py", "mine_of_test/deep.py",
-        "mine_of_test/parts/net.py", "mine_of_test/words.txt",
-    }  # fmt: skip
-    assert nodes.pack("digits", packed) is None
-
-
-def test_of_a_plain_folder_python_files_travel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, packed = tmp_path / "home", tmp_path / "packed"
-    (home / "plain_of_test" / "runs").mkdir(parents=True)
-    (home / "plain_of_test" / "deep.py").write_text("from ray_problem import problem\n")
-    (home / "plain_of_test" / "runs" / "records.jsonl").touch()
-    packed.mkdir()
-    monkeypatch.syspath_prepend(home)
-    assert nodes.pack("plain_of_test.deep:problem", packed) == packed
-    names = [str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()]
-    assert names == ["plain_of_test/deep.py"]
-
-
-def test_a_node_with_another_version_is_told_of() -> None:
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
-    order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
-    told = nodes.work(order, None)
-    assert isinstance(told, str)
-    assert "and the sweep is of 9.9; install the same on every node" in told
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
-def test_a_node_whose_torch_sees_no_gpu_is_told_of() -> None:
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0, device="cuda")
-    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
-    assert told == "torch sees no GPU on a node that has one; install a torch with CUDA there"
-
-
-def test_a_gpu_that_is_too_small_is_told_of(data: Path, tmp_path: Path) -> None:
-    (data / "full").touch()
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
-    told = nodes.work(nodes.Order(NAME, settings, Place(data), Path("one.pt"), ""), None)
-    assert isinstance(told, str)
-    assert "too little memory" in told
-    assert "more --gpus-per-run" in told
-    with pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "):
-        search(tmp_path / "out", Machine(NAME, Place(data), workers=2))
-
-
-def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    with nodes.marked(one) as mark, nodes.marked(other):
-        assert nodes.sees(one, mark)
-        assert not nodes.sees(other, mark)
-        assert not nodes.sees(tmp_path / "none", mark)
-    assert not nodes.sees(one, mark)
-    assert not list(one.iterdir())
