@@ -1,7 +1,7 @@
 """The toy problem for the tests of the cluster: files in its data folder say how it is to behave.
 
 `sleep` holds the seconds of an epoch, `together` how many workers have to begin before one goes on;
-`study-error`, `full`, `bug` and `die` make it fail; `log` gets a line for each epoch that begins.
+`torn`, `study-error`, `full`, `bug` and `die` make it fail; `log` gets a line for each epoch.
 """
 
 import os
@@ -47,8 +47,8 @@ def together(data):
 
 
 def check_data(setup):
-    if not (setup.data / "sleep").exists():
-        raise StudyError(f"no sleep in {setup.data.name}; put it there")
+    if (setup.data / "torn").exists():
+        raise StudyError(f"{setup.data.name} is torn; fetch it again")
 
 
 def problem():

@@ -203,42 +203,30 @@ def test_a_killed_driver_leaves_no_worker_computing(
     assert curves == local(tmp_path, data)
 
 
-@pytest.mark.parametrize(
-    ("fault", "line"),
-    [
-        ("study-error", r"^the data is odd; use other data$"),
-        (
-            "die",
-            r"worker or node died 2 times, perhaps for .* \(WorkerCrashedError\); ",
-        ),
-        ("", r"^no sleep in data; put it there$"),
-    ],
-)
-def test_what_goes_wrong_on_a_node_is_one_line(
-    fault: str, line: str, address: str, tmp_path: Path, data: Path
-) -> None:
-    if fault:
-        (data / fault).touch()
-    else:
-        (data / "sleep").unlink()
+def test_what_goes_wrong_on_a_node_is_one_line(address: str, tmp_path: Path, data: Path) -> None:
     machine = Cluster(NAME, Place(data), address, limit=1, retries=1)
 
-    def doing() -> None:
-        with contextlib.closing(machine):
+    def sweep(fault: str) -> None:
+        (data / fault).touch()
+        try:
             machine.check(TOY.problem, replace(SETUP, data=data))
             Sweep(TOY, Runs(tmp_path), machine, Progress(StringIO())).search()
+        finally:
+            (data / fault).unlink()
 
-    with pytest.raises(StudyError, match=line) as caught:
-        doing()
+    with contextlib.closing(machine):
+        with pytest.raises(StudyError, match=r"^data is torn; fetch it again$"):
+            sweep("torn")  # found before any run
+        with pytest.raises(StudyError, match=r"^the data is odd; use other data$"):
+            sweep("study-error")
+        with pytest.raises(ZeroDivisionError, match=r"ray_problem\.py"):
+            sweep("bug")  # no user can mend it: it shows where it is
+        with pytest.raises(StudyError, match=r"node died 2 times.*; the same command") as caught:
+            sweep("die")
+    assert "(WorkerCrashedError)" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert begun(data) == []
     assert not (tmp_path / "records.jsonl").exists()
-
-
-def test_a_bug_shows_where_it_is(address: str, tmp_path: Path, data: Path) -> None:
-    (data / "bug").touch()
-    machine = Cluster(NAME, Place(data), address, limit=1)
-    with pytest.raises(ZeroDivisionError, match=r"ray_problem\.py"):
-        search(tmp_path, machine)
 
 
 def test_a_run_that_fits_no_node_is_told_of(
