@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import toy_problem
 
-from cubegrad.study import Preset, Problem, StudyError, Task
+from cubegrad.study import Preset, Problem, StudyError, Task, train
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.train import Place, run, set_lr
 
@@ -193,6 +194,43 @@ def test_a_task_may_step_and_keep_things_itself(tmp_path: Path) -> None:
     assert curve(whole) != curve(run(toy_problem.problem(), SETTINGS, PLACE))
     again = run(problem, SETTINGS, PLACE, tmp_path / "one.pt")  # from the last epoch's checkpoint
     assert (counters[-1].count, curve(again)) == (16, curve(whole))
+
+
+@pytest.mark.parametrize(
+    ("cost", "every", "saves"),
+    [
+        (0.1, 10.0, [10, 20.1, 30.2]),  # ten seconds after the last save was over
+        (2.0, 10.0, [10, 52]),  # 40 s of training after 2 s of saving
+        (2.0, 0.0, [1, 4, 7, 10]),  # each epoch, as asked
+    ],
+)
+def test_saving_takes_a_twentieth_of_the_time_at_most(
+    cost: float, every: float, saves: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own, on which an epoch takes a second and a save what it is said to."""
+    now, begun = 0.0, []
+
+    def build(setup):
+        task = toy_problem.build(setup)
+
+        def batches(epoch: int):
+            nonlocal now
+            now += 1
+            return task.batches(epoch)
+
+        return replace(task, batches=batches)
+
+    def save(*_: object) -> None:
+        nonlocal now
+        begun.append(now)
+        now += cost
+
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(train._Run, "save", save)
+    problem = replace(toy_problem.problem(), build=build)
+    settings = replace(SETTINGS, epochs=35 if cost < 1 else 60 if every else 4, schedule="flat")
+    run(problem, settings, Place(save_every=every), tmp_path / "one.pt")
+    assert begun == pytest.approx(saves)
 
 
 def test_a_wrong_metric_is_told_of() -> None:

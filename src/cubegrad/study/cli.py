@@ -58,7 +58,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=10.0,
         metavar="SECONDS",
-        help="least time between two checkpoints of a run (%(default)s)",
+        help="least time between two checkpoints of a run (%(default)s); 0: after each epoch",
     )
     add("--out", type=Path, metavar="DIR", help="where runs are kept (runs/PROBLEM-PRESET)")
 
@@ -70,6 +70,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     add("--lr", metavar="LR", help="learning rate; the paper's, where it has this problem")
     add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
     add("--seed", type=_whole, default=0, help="(%(default)s)")
+    parser.set_defaults(ray=None)
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +101,24 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         help="sweep: of each point (1); compare: of each method's best (the preset's)",
     )
     add("--workers", type=_count, metavar="N", help="runs at a time (one a core; one on a GPU)")
+    add(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: auto, host:6379, ray://host:10001, or local to start one here",
+    )
+    add(
+        "--gpus-per-run",
+        type=_part,
+        metavar="PART",
+        help="with --ray: the part of a GPU that a run is given, such as 0.25 (1)",
+    )
+    add(
+        "--retries",
+        type=_whole,
+        default=3,
+        metavar="N",
+        help="with --ray: how often a run begins again when its worker or node dies (%(default)s)",
+    )
 
 
 def _count(text: str) -> int:
@@ -116,6 +135,16 @@ def _seconds(text: str) -> float:
         value = -1.0
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} must be a number of seconds >= 0; use 10")
+    return value
+
+
+def _part(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a part of a GPU in (0, 1]; use 0.25")
     return value
 
 

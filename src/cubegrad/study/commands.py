@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from cubegrad.study import catalogue, methods, report, schedules, workers
+from cubegrad.study.cluster import Cluster
 from cubegrad.study.grid import parse_grid, parse_values
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError
@@ -43,7 +44,7 @@ def train(options: Namespace) -> None:
     entry = methods.entry(options.method, preset)
     lr, decay = _setting(options, problem, entry)
     plan = Plan(problem, name, preset, [entry], _device(options, name))
-    with _sweeping(options, plan, 1) as sweep:
+    with _sweeping(options, plan, Machine(options.problem, _place(options))) as sweep:
         settings = plan.settings(entry, (lr, decay), options.seed, hold_out=False)
         known = settings.key in sweep.records
         (record,) = sweep.do([settings])
@@ -53,14 +54,14 @@ def train(options: Namespace) -> None:
 
 def sweep(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _workers(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan)) as doing:
         doing.search()
     _report(doing.runs)
 
 
 def compare(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _workers(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan)) as doing:
         found = doing.search()
         doing.repeat(found, options.seeds or plan.preset.seeds)
     _report(doing.runs)
@@ -80,26 +81,27 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 
 
 @contextlib.contextmanager
-def _sweeping(options: Namespace, plan: Plan, workers: int) -> Iterator[Sweep]:
+def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Iterator[Sweep]:
     """A sweep with its directory held, broken records told of, and the bar closed at the end."""
-    place = Place(options.data, options.download, options.save_every)
-    if plan.problem.check_data is not None:
-        device = torch.device(plan.device)
-        plan.problem.check_data(
-            Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
-        )
-    runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
-    with runs.held():
-        progress = Progress()
-        for line in runs.repair():
-            progress.say(f"{line}: set aside, and its run is done again")
-        runs.log(shlex.join(["cubegrad", *options.words]))
-        machine = Machine(options.problem, place, workers)
-        try:
-            yield Sweep(plan, runs, machine, progress)
-        finally:
-            machine.close()
-            progress.close()
+    device, place = torch.device(plan.device), _place(options)
+    setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
+    with contextlib.closing(machine):
+        machine.check(plan.problem, setup)
+        runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
+        with runs.held():
+            progress = Progress()
+            for line in runs.repair():
+                progress.say(f"{line}: set aside, and its run is done again")
+            runs.log(shlex.join(["cubegrad", *options.words]))
+            try:
+                yield Sweep(plan, runs, machine, progress)
+            finally:
+                machine.close()  # while the directory is held: runs write into it
+                progress.close()
+
+
+def _place(options: Namespace) -> Place:
+    return Place(options.data, options.download, options.save_every)
 
 
 def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
@@ -123,7 +125,7 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
 
 def _device(options: Namespace, preset: str) -> str:
     device: str = options.device or ("cuda" if preset in ("gpu", "paper") else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not options.ray and not torch.cuda.is_available():
         asked = "--device cuda" if options.device else f"preset {preset!r}"
         raise StudyError(
             f"{asked} needs a GPU and torch sees none; use --preset cpu, or --device cpu"
@@ -183,10 +185,23 @@ def _setting(options: Namespace, problem: Problem, entry: Entry) -> tuple[float,
     return values[0], values[1]
 
 
-def _workers(options: Namespace, plan: Plan) -> int:
-    device = torch.device(plan.device)
-    default = workers.default_workers(device, plan.preset.threads)
-    return options.workers or default
+def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
+    gpus, threads = options.gpus_per_run, plan.preset.threads
+    if gpus is not None and (options.ray is None or plan.device != "cuda"):
+        raise StudyError("--gpus-per-run is for runs on GPUs with --ray; leave it out")
+    if options.ray is not None:
+        share = (gpus or 1.0) if plan.device == "cuda" else 0.0
+        return Cluster(
+            options.problem,
+            _place(options),
+            options.ray,
+            threads,
+            share,
+            options.workers,
+            options.retries,
+        )
+    default = workers.default_workers(torch.device(plan.device), threads)
+    return Machine(options.problem, _place(options), options.workers or default)
 
 
 def _result(record: Record) -> str:

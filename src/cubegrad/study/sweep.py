@@ -2,8 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cubegrad.study import grid as grids
 from cubegrad.study import statistics
@@ -13,7 +14,7 @@ from cubegrad.study.problem import Preset, Problem, StudyError
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Judge, Setting
-from cubegrad.study.workers import Machine
+from cubegrad.study.workers import Job
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,16 @@ class Plan:
         return values
 
 
+class Executor(Protocol):
+    """Who runs the jobs: this machine, or a cluster."""
+
+    def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]: ...
+
+
 class Sweep:
     """Runs what is missing of a plan in a directory, and keeps what it finds there."""
 
-    def __init__(self, plan: Plan, runs: Runs, machine: Machine, progress: Progress) -> None:
+    def __init__(self, plan: Plan, runs: Runs, machine: Executor, progress: Progress) -> None:
         self.plan, self.runs, self.machine, self.progress = plan, runs, machine, progress
         self.records, _ = runs.load()
 

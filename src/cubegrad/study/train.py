@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ class Place:
 
     data: Path = Path("data")
     download: bool = False
-    save_every: float = 10.0  # seconds: what a kill may cost, beside the epoch under way
+    # Seconds: what a kill may cost, beside the epoch under way. Longer where saving takes more than
+    # 5 % of the time; 0 saves after each epoch, whatever it takes.
+    save_every: float = 10.0
 
 
 @dataclass
@@ -47,7 +50,8 @@ class _Run:
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".tmp{os.getpid()}")
+        # Not the process's number, which those of two nodes may share.
+        scratch = path.with_suffix(f".tmp{uuid.uuid4().hex}")
         with scratch.open("wb") as file:
             torch.save(state, file)
             file.flush()
@@ -96,14 +100,16 @@ def run(
     for _ in range(state.epoch):
         tick()
     start = saved = time.monotonic()
-    begun = state.seconds
+    begun, pause = state.seconds, place.save_every
     while state.epoch < settings.epochs and not diverged(state.curve):
         _epoch(problem, settings, state, schedule)
         now = time.monotonic()
         state.seconds = begun + now - start
-        if checkpoint is not None and now - saved >= place.save_every:
+        if checkpoint is not None and now - saved >= pause:
             state.save(checkpoint, settings)
-            saved = now
+            saved = time.monotonic()
+            if place.save_every:  # a gigabyte takes seconds
+                pause = max(place.save_every, 20 * (saved - now))
         tick()
     for _ in range(state.epoch, settings.epochs):
         tick()

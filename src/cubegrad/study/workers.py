@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cubegrad.study import catalogue, train
-from cubegrad.study.problem import StudyError
+from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record, Settings
 
 Job = tuple[Settings, Path]  # and its checkpoint
@@ -35,6 +35,11 @@ class Machine:
     _pool: ProcessPoolExecutor | None = None
     _epochs: Any = None
 
+    def check(self, problem: Problem, setup: Setup) -> None:
+        """Raises StudyError where the data is not as it should be, before any run."""
+        if problem.check_data is not None:
+            problem.check_data(setup)
+
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
         """Records as they come; `tick` is told how many epochs have passed since the last call."""
         if self.workers == 1 or (len(jobs) == 1 and self._pool is None):
@@ -48,7 +53,7 @@ class Machine:
         pool = self._pool or self._start()
         told = self._epochs.value
         try:
-            with _no_interrupts():  # a submit may start a process
+            with no_interrupts():  # a submit may start a process
                 waiting = {pool.submit(_work, *job) for job in jobs}
             while waiting:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -61,6 +66,11 @@ class Machine:
             raise StudyError(
                 "a worker was killed, perhaps for want of memory; "
                 "the same command goes on where it was, with fewer --workers if it comes again"
+            ) from None
+        except torch.OutOfMemoryError:
+            raise StudyError(
+                f"{self.workers} runs at a time are too many for the GPU's memory; "
+                "the same command goes on where it was, with fewer --workers"
             ) from None
 
     def _start(self) -> ProcessPoolExecutor:
@@ -84,7 +94,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def _no_interrupts() -> Iterator[None]:
+def no_interrupts() -> Iterator[None]:
     """Processes started meanwhile never see Ctrl-C, not even while they import torch."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,0 +1,172 @@
+"""What a node is told and does, and what --ray refuses: all that needs no cluster."""
+
+import contextlib
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cubegrad.study import StudyError, cli, cluster, commands, nodes
+from cubegrad.study.cluster import Cluster
+from cubegrad.study.records import Settings
+from cubegrad.study.train import Place
+from cubegrad.study.workers import Machine
+
+NAME = "ray_problem:problem"
+with_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs the extra ray")
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        status: object = cli.main(words.split())
+    except SystemExit as ended:
+        status = ended.code
+    out, errors = capsys.readouterr()
+    assert (status, out, errors.count("\n")) == (2, "", 1)
+    return errors
+
+
+@with_ray
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (
+            "--ray 127.0.0.1:9",
+            "--ray 127.0.0.1:9: no Ray cluster is reached there",
+            "use host:6379",
+        ),
+        ("--ray ray://127.0.0.1:9", "no Ray cluster is reached there", "ray://host:10001"),
+        ("--ray here", "--ray here: no Ray cluster is reached there", "auto, or local"),
+        ("--ray local --gpus-per-run 0", "0 must be a part of a GPU in (0, 1]", "use 0.25"),
+        ("--ray local --gpus-per-run 2", "2 must be a part of a GPU in (0, 1]", "use 0.25"),
+        ("--ray local --gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
+        ("--gpus-per-run 0.5", "is for runs on GPUs with --ray", "leave it out"),
+        ("--ray local --retries -1", "-1 must be a whole number >= 0", "use 0"),
+    ],
+)
+def test_bad_input_ends_with_one_line(
+    words: str,
+    what: str,
+    remedy: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refused(f"sweep digits {words}", capsys)
+    assert what in line
+    assert remedy in line
+    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+@with_ray
+def test_a_server_that_is_not_ray_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_listens", lambda _: True)
+    monkeypatch.setattr(cluster, "REACH", 1)
+    assert "no Ray cluster is reached there" in refused("sweep digits --ray 127.0.0.2:9", capsys)
+
+
+def test_a_missing_ray_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = refused("sweep digits --ray local", capsys)
+    assert line == "cubegrad: error: ray is missing; pip install 'cubegrad[ray]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "cpus", "gpus", "limit"),
+    [
+        ("", 1, 0.0, None),
+        ("--device cuda", 1, 1.0, None),
+        ("--device cuda --gpus-per-run 0.25 --workers 8", 1, 0.25, 8),
+    ],
+)
+def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int | None) -> None:
+    """Also that this machine needs no GPU of its own to ask for some."""
+    options = cli.parser().parse_args(["sweep", "digits", "--ray", "auto", *words.split()])
+    machine = commands._executor(options, commands._plan(options))
+    assert isinstance(machine, Cluster)
+    assert (machine.cpus, machine.gpus, machine.limit) == (cpus, gpus, limit)
+    assert machine.retries == 3
+
+
+def test_only_python_travels_with_a_problem_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, packed = tmp_path / "home", tmp_path / "packed"
+    for name in ("mine_of_test/__init__.py", "mine_of_test/parts/net.py", "mine_of_test/words.txt"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    (home / "mine_of_test" / "deep.py").write_text("from ray_problem import problem\n")
+    for name in ("beside.py", "data/big.bin", "runs/records.jsonl", ".venv/lib/other.py"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    packed.mkdir()
+    monkeypatch.syspath_prepend(home)
+    assert nodes.pack("mine_of_test.deep:problem", packed) == packed
+    names = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
+    assert names == {
+        "beside.py", "mine_of_test/__init__.py", "mine_of_test/deep.py",
+        "mine_of_test/parts/net.py", "mine_of_test/words.txt",
+    }  # fmt: skip
+    assert nodes.pack("digits", packed) is None
+
+
+def test_of_a_plain_folder_python_files_travel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, packed = tmp_path / "home", tmp_path / "packed"
+    (home / "plain_of_test" / "runs").mkdir(parents=True)
+    (home / "plain_of_test" / "deep.py").write_text("from ray_problem import problem\n")
+    (home / "plain_of_test" / "runs" / "records.jsonl").touch()
+    packed.mkdir()
+    monkeypatch.syspath_prepend(home)
+    assert nodes.pack("plain_of_test.deep:problem", packed) == packed
+    names = [str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()]
+    assert names == ["plain_of_test/deep.py"]
+
+
+def test_a_node_with_another_version_is_told_of() -> None:
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
+    order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
+    told = nodes.work(order, None)
+    assert isinstance(told, str)
+    assert "and the sweep is of 9.9; install the same on every node" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
+def test_a_node_whose_torch_sees_no_gpu_is_told_of() -> None:
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0, device="cuda")
+    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    assert told == "torch sees no GPU on a node that has one; install a torch with CUDA there"
+
+
+def test_a_gpu_that_is_too_small_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
+    told = nodes.work(nodes.Order(NAME, settings, Place(tmp_path), Path("one.pt"), ""), None)
+    assert isinstance(told, str)
+    assert "too little memory" in told
+    assert "more --gpus-per-run" in told
+    jobs = [(replace(settings, seed=seed), Path("one.pt")) for seed in range(2)]
+    with (
+        contextlib.closing(Machine(NAME, Place(tmp_path), workers=2)) as machine,
+        pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "),
+    ):
+        list(machine.run(jobs, lambda _: None))
+
+
+def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    with nodes.marked(one) as mark, nodes.marked(other):
+        assert nodes.sees(one, mark)
+        assert not nodes.sees(other, mark)
+        assert not nodes.sees(tmp_path / "none", mark)
+    assert not nodes.sees(one, mark)
+    assert not list(one.iterdir())
