@@ -1,5 +1,6 @@
 """Masked language modelling: what is masked, what an update is, and that a run learns."""
 
+import itertools
 import json
 import lzma
 import math
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretend_cuda import pretend_cuda
 from test_study_plain_text import lay
 from test_study_tokens import text
 from torch import nn
 
+import cubegrad
 from cubegrad.study import Setup, StudyError, methods, schedules
 from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked
 from cubegrad.study.data.plain_text import find
@@ -213,6 +216,36 @@ def test_pieces_of_an_update_add_up(small):
         gradients.append(torch.cat([param.grad.flatten() for param in task.model.parameters()]))
     assert gradients[0].norm().item() == pytest.approx(0.5, rel=1e-3)  # clipped
     assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_a_graphed_update_is_a_plain_one(small, monkeypatch):
+    """Three updates each way: a graph writes its gradients anew, and they are clipped in place."""
+    losses, weights, captures = [], [], []
+    for graphed in (False, True):
+        task = task_of(small, dropout=0.0)
+        if graphed:
+            captures = pretend_cuda(monkeypatch, task.model)
+        step = bookwiki.stepping(task.model, 8, 0.5, graphed)
+        optimizer = cubegrad.MADGRAD(task.model.parameters(), lr=0.01)
+        updates = itertools.islice(task.batches(0), 3)
+        losses.append([step(optimizer, update).item() for update in updates])
+        weights.append(torch.cat([param.detach().flatten() for param in task.model.parameters()]))
+    assert len(captures) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert torch.allclose(*weights, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("at_once", [8, 3])
+def test_a_run_on_a_gpu_learns(small, at_once):
+    problem, data = small
+    preset = problem.presets["cpu"]
+    preset = replace(preset, options={**preset.options, "at_once": at_once, "updates": 40})
+    problem = replace(problem, presets={"cpu": preset})
+    settings = settings_of(problem, device="cuda", method="adam", lr=5e-3)
+    record = run(problem, settings, Place(data))
+    assert record.status == "finished"
+    assert record.curve["loss"][-1] < record.curve["loss"][0]
 
 
 def test_no_part_of_an_update_waits_for_values_or_leaves_its_device():

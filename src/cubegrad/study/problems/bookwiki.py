@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from cubegrad.study.data import plain_text, tokens
 from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked, mixed, numbers_of
 from cubegrad.study.data.tokens import BEGIN, PAD
+from cubegrad.study.graphs import Captured
 from cubegrad.study.problem import Preset, Problem, Setup, Split, Task, optional
 
 TEST_SEED = 20_210_126  # of the masks of test and validation, the same for all runs
@@ -53,7 +54,8 @@ def total_loss(model: Any, blocks: Masked) -> Tensor:
     """In nats, over all questions; the vocabulary is scored at their places alone."""
     # With four dimensions the library takes the mask as it is, and need not look at its values.
     seen = (blocks.inputs != PAD)[:, None, None, :]
-    with torch.autocast("cuda", torch.bfloat16, enabled=blocks.inputs.is_cuda):
+    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    with torch.autocast("cuda", torch.bfloat16, blocks.inputs.is_cuda, cache_enabled=False):
         hidden = model.roberta(blocks.inputs, attention_mask=seen).last_hidden_state
         places = blocks.places[:, :, None].expand(-1, -1, hidden.shape[2])
         scores = model.lm_head(hidden.gather(1, places))
@@ -69,11 +71,22 @@ def asked(blocks: Masked) -> Tensor:
     return (blocks.labels != UNASKED).sum()
 
 
-def stepping(model: nn.Module, at_once: int, clip: float) -> Callable[[Optimizer, Masked], Tensor]:
-    """`Task.step`: the gradient of the mean over all questions of the update, clipped."""
-    params = list(model.parameters())
+def mean_loss(model: nn.Module, *tensors: Tensor) -> Tensor:
+    blocks = Masked(*tensors)
+    return total_loss(model, blocks) / asked(blocks)
 
-    def step(optimizer: Optimizer, update: Masked) -> Tensor:
+
+def stepping(
+    model: nn.Module, at_once: int, clip: float, graphed: bool = False
+) -> Callable[[Optimizer, Masked], Tensor]:
+    """`Task.step`: the gradient of the mean over all questions of the update, clipped.
+
+    With `graphed` it is one CUDA graph, for updates that are one piece.
+    """
+    params = list(model.parameters())
+    captured: Captured | None = None
+
+    def in_pieces(optimizer: Optimizer, update: Masked) -> Tensor:
         optimizer.zero_grad()
         count = asked(update)
         total = torch.zeros((), device=count.device)
@@ -81,6 +94,15 @@ def stepping(model: nn.Module, at_once: int, clip: float) -> Callable[[Optimizer
             loss = total_loss(model, piece) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        return total
+
+    def step(optimizer: Optimizer, update: Masked) -> Tensor:
+        nonlocal captured
+        if graphed:
+            captured = captured or Captured(model, mean_loss, update)
+            total = captured.replay(update)
+        else:
+            total = in_pieces(optimizer, update)
         clip_grad_norm_(params, clip)
         optimizer.step()
         return total / math.log(2)
@@ -127,7 +149,7 @@ def build(setup: Setup) -> Task:
             yield masked(rows, vocabulary, generator.manual_seed(mixed(seed, update)))
 
     def loss(model: nn.Module, update: Masked) -> Tensor:
-        return total_loss(model, update) / asked(update)
+        return mean_loss(model, *update)
 
     @lru_cache(maxsize=2)
     def questions(part: Split) -> Masked:
@@ -141,7 +163,8 @@ def build(setup: Setup) -> Task:
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
         return judged(model, questions(part))
 
-    step = stepping(model, options["at_once"], options["clip"])
+    graphed = device.type == "cuda" and batch <= options["at_once"]
+    step = stepping(model, options["at_once"], options["clip"], graphed)
     return Task(model, batches, loss, evaluate, steps_per_epoch=updates, step=step)
 
 
