@@ -244,6 +244,28 @@ def test_a_lone_epoch_and_a_lone_method_can_be_drawn(tmp_path: Path) -> None:
     assert "Adam" in report.write(every, tmp_path / "lost")
 
 
+def test_metrics_beside_the_main_one_are_in_the_table() -> None:
+    settings = Settings("p", "cpu", 1, 8, "madgrad", "flat", 0.1, 0.0, 0)
+    about = {
+        "description": "d",
+        "metric": "loss",
+        "higher_is_better": False,
+        "unit": "",
+        "paper": "",
+    }
+    curve: dict[str, list[float | None]] = {"train_loss": [2.0], "loss": [1.5], "bleu": [23.5]}
+    plain = Record(settings, "finished", curve, 1.0, about, {})
+    (experiment,) = report.experiments([plain])
+    assert report.table(experiment)[0][3:5] == [
+        "test loss",
+        "train loss",
+    ]  # as it was recorded once
+    (experiment,) = report.experiments([replace(plain, about={**about, "beside": ["bleu"]})])
+    head, row = report.table(experiment)
+    assert head[3:6] == ["test loss", "test bleu", "train loss"]
+    assert row[3:6] == ["1.5", "23.5", "2"]
+
+
 def test_the_plot_of_rates_shows_every_method() -> None:
     good, poor = [91.0, 92.0, 93.0, 10.0], [85.0, 80.0, 20.0]
     low, high = figures.visible([good, poor, []], higher_is_better=True)

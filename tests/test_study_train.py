@@ -155,6 +155,7 @@ def test_a_record_says_what_it_ran_on() -> None:
     assert record.machine.keys() >= {"kind", "commit", "cubegrad", "python", "threads", "date"}
     assert record.about == {
         "description": "x²/2", "metric": "x", "higher_is_better": False, "unit": "", "paper": "",
+        "beside": [],
     }  # fmt: skip
     assert record.seconds >= 0
 

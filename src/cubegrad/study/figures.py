@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from cubegrad.study.methods import METHODS
 from cubegrad.study.statistics import Estimate, Judge, Summary
@@ -67,6 +67,13 @@ def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
     return method if len(same) == 1 else summary.entry
 
 
+class _Plain(LogFormatter):
+    """The labels that matplotlib chooses for a logarithmic axis, as 0.2 in place of 2 x 10^-1."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def draw_curves(
     axes: Axes, summaries: Sequence[Summary], metric: str, styles: dict[str, int], log: bool
 ) -> None:
@@ -87,6 +94,8 @@ def draw_curves(
     axes.grid(alpha=0.3)
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_Plain())
+        axes.yaxis.set_minor_formatter(_Plain(minor_thresholds=(2, 0.5)))
 
 
 def _band(point: Estimate) -> tuple[float, float, float]:
@@ -100,18 +109,12 @@ def draw_test(
     draw_curves(axes, summaries, judge.metric, styles, log=False)
     axes.set_ylabel(f"test {judge.metric}{f', {unit}' if unit else ''}")
     # The climb of the first quarter would flatten what is to be compared.
-    late = [
-        point.mean
-        for summary in summaries
-        for point in summary.curves.get(judge.metric, [])[_quarter(summary, judge.metric) :]
-    ]
+    curves = [summary.curves.get(judge.metric, []) for summary in summaries]
+    late = [point.mean for curve in curves for point in curve[len(curve) // 4 :]]
+    late += [end for curve in curves if curve for end in _band(curve[-1])]
     if late and max(late) > min(late):
         margin = 0.08 * (max(late) - min(late))
         axes.set_ylim(min(late) - margin, max(late) + margin)
-
-
-def _quarter(summary: Summary, metric: str) -> int:
-    return len(summary.curves.get(metric, [])) // 4
 
 
 def _legend(axes: Axes) -> None:

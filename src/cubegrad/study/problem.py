@@ -104,6 +104,7 @@ class Problem:
     metric: str = "loss"  # a key of what `Task.evaluate` returns; ties go to the lower "loss"
     higher_is_better: bool = False
     unit: str = ""  # of the metric: "%"
+    beside: tuple[str, ...] = ()  # what else `evaluate` returns that belongs into the tables
     data: str = "none"  # where the data comes from, for `cubegrad problems`
     paper: str = ""  # its name among the paper's problems, see cubegrad.study.methods
     check_data: Callable[[Setup], None] | None = None  # raises StudyError, before any run

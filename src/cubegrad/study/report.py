@@ -81,7 +81,8 @@ def number(point: Estimate | None, unit: str) -> str:
 def table(experiment: Experiment) -> Rows:
     """Best settings and results; beside them the paper's, where it has this problem."""
     judge, paper = experiment.judge, experiment.paper
-    metrics = list(dict.fromkeys([judge.metric, "loss", "train_loss"]))
+    beside = experiment.about.get("beside", ())
+    metrics = list(dict.fromkeys([judge.metric, *beside, "loss", "train_loss"]))
     shown = [m for m in metrics if any(m in s.final for s in experiment.summaries)]
     heads = {
         m: f"test {m}{f', {experiment.unit}' if m == judge.metric and experiment.unit else ''}"

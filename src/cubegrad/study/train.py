@@ -121,7 +121,7 @@ def run(
 def about(problem: Problem) -> dict[str, Any]:
     """What a report has to know of the problem."""
     names = ("description", "metric", "higher_is_better", "unit", "paper")
-    return {name: getattr(problem, name) for name in names}
+    return {name: getattr(problem, name) for name in names} | {"beside": list(problem.beside)}
 
 
 def preset_of(problem: Problem, settings: Settings) -> Preset:

@@ -276,6 +276,7 @@ def problem() -> Problem:
         metric="loss",
         unit="bits",
         data="plain text of your own: BookCorpus and Wikipedia, novels, WikiText-2",
+        beside=("perplexity",),
         paper="BookWiki",
         check_data=check_data,
     )

@@ -258,6 +258,7 @@ def problem() -> Problem:
         unit="%",
         data="yours, as imagenet/train/CLASS/*.JPEG and imagenet/val/CLASS/*.JPEG in --data; "
         "ImageNet's own from https://image-net.org/download.php",
+        beside=("top5",),
         paper="ImageNet",
         check_data=check_data,
     )
