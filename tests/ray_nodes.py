@@ -80,27 +80,3 @@ def wait_for(what: Any, seconds: float = 120) -> Any:
             return found
         time.sleep(0.02)
     raise AssertionError(f"not within {seconds} s")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def group(leader: int) -> list[int]:
-    """Processes of a session that are still there."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found

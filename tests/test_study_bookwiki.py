@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import killed_and_resumed
 from pretend_cuda import pretend_cuda
 from test_study_plain_text import lay
 from test_study_tokens import text
@@ -299,25 +300,12 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(problem, replace(settings, seed=1), Place(data)).curve != record.curve
 
 
-class KilledError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("method", ["madgrad", "adam"])
 def test_a_killed_run_ends_with_the_same_numbers(small, method):
     problem, data = small
     settings = settings_of(problem, method=method)
-    ticks = []
-
-    def tick():
-        ticks.append(1)
-        if len(ticks) == 2:
-            raise KilledError
-
     place = Place(data, save_every=0)
-    with pytest.raises(KilledError):
-        run(problem, settings, place, data / "x.pt", tick)
-    resumed = run(problem, settings, place, data / "x.pt")
+    resumed = killed_and_resumed(problem, settings, place, data / "x.pt", after=2)
     assert resumed.curve == run(problem, settings, place).curve
 
 

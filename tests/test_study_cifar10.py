@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import killed_and_resumed
 from small_cifar import CPU, channels_last, settings_of, setup_of, small_problem
 from torch import nn
 
@@ -183,22 +184,8 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(small, replace(settings, seed=1), Place()).curve != record.curve
 
 
-class KilledError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, after):
-    settings = settings_of(small)
-    ticks = []
-
-    def tick():
-        ticks.append(1)
-        if len(ticks) == after:
-            raise KilledError
-
-    place = Place(save_every=0)
-    with pytest.raises(KilledError):
-        run(small, settings, place, tmp_path / "x.pt", tick)
-    resumed = run(small, settings, place, tmp_path / "x.pt")
+    settings, place = settings_of(small), Place(save_every=0)
+    resumed = killed_and_resumed(small, settings, place, tmp_path / "x.pt", after)
     assert resumed.curve == run(small, settings, place).curve

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import ray_problem
 import torch
-from ray_nodes import SOURCE, alive, begun, group, parent, ray_start, said, wait_for
+from killed import alive, look, processes
+from ray_nodes import SOURCE, begun, ray_start, said, wait_for
 
 from cubegrad.study import Setup, StudyError, nodes
 from cubegrad.study.cluster import Cluster
@@ -95,7 +96,7 @@ def kill_one(data: Path, node: int | None, over: threading.Event) -> None:
         for one in begun(data):
             if one.epoch == 2 and (node is None or node == os.getsid(one.pid)):
                 if node is not None:
-                    os.kill(parent(one.pid), signal.SIGKILL)
+                    os.kill(look(one.pid).parent, signal.SIGKILL)
                 os.kill(one.pid, signal.SIGKILL)
                 return
 
@@ -177,7 +178,7 @@ def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
     assert errors.strip().endswith("stopped; the same command goes on where it was")
     assert "Traceback" not in errors
     wait_for(lambda: not any(alive(one.pid) for one in begun(data)))  # none goes on computing
-    wait_for(lambda: not group(process.pid))
+    wait_for(lambda: all(one.session != process.pid for one in processes()))
     records, broken = Runs(tmp_path / "out").load()
     assert 1 <= len(records) < 4
     assert broken == []

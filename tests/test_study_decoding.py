@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed import alive
 from PIL import Image
 from small_images import CPU, lay, photo
 
@@ -189,14 +191,7 @@ time.sleep(600)
 """
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_workers_do_not_outlive_a_killed_run(tree):
     root = str(tree.parts["train"].folder.parent)
     command = [sys.executable, "-c", ENDLESS, root]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from killed import killed_and_resumed
 from pretend_cuda import pretend_cuda
 from small_mri import SMALL, lay_slices, lay_volumes, small_problem
 from torch import nn
@@ -201,18 +202,11 @@ def test_a_run_learns_and_repeats_itself(small):
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, method):
     problem, data = small
-    settings = settings_of(method=method, epochs=2)
-
-    def tick():
-        raise KeyboardInterrupt
-
-    place, checkpoint = Place(data, save_every=0), tmp_path / "one.pt"
-    with pytest.raises(KeyboardInterrupt):
-        run(problem, settings, place, checkpoint, tick)
-    assert checkpoint.exists()
+    settings, place = settings_of(method=method, epochs=2), Place(data, save_every=0)
+    resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt")
     fastmri.scans.cache_clear()
     fastmri.simulated.cache_clear()
-    assert run(problem, settings, place, checkpoint).curve == run(problem, settings, place).curve
+    assert resumed.curve == run(problem, settings, place).curve
 
 
 def test_a_file_that_breaks_during_a_run_is_named(tmp_path):

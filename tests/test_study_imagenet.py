@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from killed import killed_and_resumed
 from PIL import Image
 from small_images import CPU, lay, settings_of, setup_of, small_problem
 from torch import Generator, nn
@@ -179,21 +180,11 @@ def test_a_run_learns_and_repeats_itself(images, options):
     assert run(problem, replace(settings, seed=1), place).curve != record.curve
 
 
-class KilledError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
     problem = small_problem(**options)
     settings, place = settings_of(problem), Place(images, save_every=0)
-
-    def tick():
-        raise KilledError
-
-    with pytest.raises(KilledError):
-        run(problem, settings, place, tmp_path / "x.pt", tick)
-    resumed = run(problem, settings, place, tmp_path / "x.pt")
+    resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt")
     assert len(resumed.curve["accuracy"]) == 3
     assert resumed.curve == run(problem, settings, place).curve
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import killed_and_resumed
 from small_translation import CPU, settings_of, setup_of, small_problem, write_parts
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -207,25 +208,12 @@ def test_another_part_is_judged_when_choosing(data):
     assert valid == task.evaluate(task.model, "valid")
 
 
-class KilledError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(data, tmp_path, method):
     problem = small_problem(steps=4)
     settings = settings_of(problem, method=method)
-    ticks = []
-
-    def tick():
-        ticks.append(1)
-        if len(ticks) == 2:
-            raise KilledError
-
     place = Place(data, save_every=0)
-    with pytest.raises(KilledError):
-        run(problem, settings, place, tmp_path / "x.pt", tick)
-    resumed = run(problem, settings, place, tmp_path / "x.pt")
+    resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt", after=2)
     assert resumed.curve == run(problem, settings, place).curve
 
 

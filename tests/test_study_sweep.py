@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import toy_problem
+from killed import alive, processes
 
 from cubegrad.study import Preset, Problem, StudyError
 from cubegrad.study.methods import Entry
@@ -204,30 +205,11 @@ def wait_for_records(folder: Path, under_way: bool = False) -> None:
     pytest.fail("no record after a minute")
 
 
-def children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> None:
     process = start(tmp_path / "killed", 2, sleep=0.2)
     wait_for_records(tmp_path / "killed", under_way=True)
-    workers = children(process.pid)
+    workers = [one.pid for one in processes() if one.parent == process.pid]
     assert len(workers) >= 2
     process.kill()
     process.communicate()
