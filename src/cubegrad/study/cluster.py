@@ -18,8 +18,9 @@ from tqdm import tqdm
 import cubegrad
 from cubegrad.study import nodes, train
 from cubegrad.study.problem import Problem, Setup, StudyError
+from cubegrad.study.processes import no_interrupts
 from cubegrad.study.records import Record, Settings
-from cubegrad.study.workers import Job, no_interrupts
+from cubegrad.study.workers import Job
 
 POLL = 0.5  # seconds between two looks at the tasks
 REACH = 60  # seconds that a head may take to answer; Ray itself would try for many minutes

@@ -1,11 +1,7 @@
 """Runs on this machine: in this process, or in several that share its cores."""
 
-import contextlib
 import multiprocessing
 import multiprocessing.process
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -17,6 +13,7 @@ import torch
 
 from cubegrad.study import catalogue, train
 from cubegrad.study.problem import Problem, Setup, StudyError
+from cubegrad.study.processes import cores, die_with_parent, no_interrupts
 from cubegrad.study.records import Record, Settings
 
 Job = tuple[Settings, Path]  # and its checkpoint
@@ -93,20 +90,9 @@ class Machine:
             self._pool = None
 
 
-@contextlib.contextmanager
-def no_interrupts() -> Iterator[None]:
-    """Processes started meanwhile never see Ctrl-C, not even while they import torch."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def default_workers(device: torch.device, threads: int) -> int:
     """As many as the cores bear; one on a GPU, which a single run should fill."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((cores or 1) // threads, 1) if device.type == "cpu" else 1
+    return max(cores() // threads, 1) if device.type == "cpu" else 1
 
 
 _problem: Any = None
@@ -116,16 +102,8 @@ _epochs: Any = None
 
 def _begin(problem: str, place: train.Place, epochs: Any) -> None:
     global _problem, _place, _epochs
-    parent = multiprocessing.process.parent_process()
-    if parent is not None:
-        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    die_with_parent()
     _problem, _place, _epochs = catalogue.find(problem), place, epochs
-
-
-def _die_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """A worker whose parent was killed would go on for hours beside the one that resumes."""
-    parent.join()
-    os._exit(1)
 
 
 def _work(settings: Settings, checkpoint: Path) -> Record:

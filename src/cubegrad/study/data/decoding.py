@@ -4,10 +4,7 @@ A file that cannot be decoded is told of when it is first read: looking at a mil
 every run would take longer than most runs.
 """
 
-import multiprocessing.process
-import os
 import signal
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from cubegrad.study.data import crops
 from cubegrad.study.data.folders import Listing
 from cubegrad.study.problem import Split, StudyError, optional
+from cubegrad.study.processes import cores, die_with_parent
 
 MOST_WORKERS = 16
 FEW = 2000  # images that are decoded before a worker has started
@@ -201,22 +199,12 @@ def _as_it_is(answer: Any) -> Any:
 
 def _begin(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers
-    parent = multiprocessing.process.parent_process()
-    if parent is not None:
-        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-
-
-def _die_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """Torch has a worker look whether its parent lives, but that is the server, which lives as
-    long as its workers do."""
-    parent.join()
-    os._exit(1)
+    die_with_parent()
 
 
 def worker_count(images: int) -> int:
     """One a core, unless the images are few."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return 0 if images < FEW else min(cores or 1, MOST_WORKERS)
+    return 0 if images < FEW else min(cores(), MOST_WORKERS)
 
 
 def read_all(

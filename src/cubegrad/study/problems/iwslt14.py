@@ -236,6 +236,7 @@ def problem() -> Problem:
         build=build,
         presets={"cpu": cpu, "gpu": gpu, "paper": paper},
         data=SOURCES,
+        unit="bits",
         beside=("bleu",),
         paper="IWSLT14",
         check_data=check_data,
