@@ -96,7 +96,7 @@ def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
     (experiment,) = report.experiments(RECORDS)
     text = "\n".join(report.notes(experiment))
     for words in (
-        "preset gpu: 3 epochs, batch 128, on cpu",
+        "preset gpu: 3 epochs, batch 128, flat, on cpu",
         "highest accuracy after the last epoch on the test set, as in the paper",
         "± is 2 standard errors",
         "PreAct ResNet152, 58,144,842 parameters, 300 epochs, batch 128",
@@ -108,6 +108,10 @@ def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
     held = [replace(r, settings=replace(r.settings, hold_out=True)) for r in RECORDS[:3]]
     (experiment,) = report.experiments([*held, *RECORDS[3:5]])
     assert "on a held-out part of the training set" in "\n".join(report.notes(experiment))
+    several = [*RECORDS, record("adam", 0.1, 0, 90.0, "sqrt:1")]  # the table names each then
+    (experiment,) = report.experiments(several)
+    assert "3 epochs, batch 128, on cpu" in report.notes(experiment)[0]
+    assert "SGD, flat" in [row[0] for row in report.table(experiment)]
 
 
 def test_rows_follow_the_papers_figures() -> None:
@@ -198,6 +202,7 @@ def test_the_page_opens_offline_and_on_a_phone(written: Path) -> None:
     assert '<div class="scroll"><table>' in text
     assert "a &lt;net&gt; &amp; more" in text
     assert "<td>91.0 ± 2.0</td>" in text
+    assert "A line that leaves the plot goes on to worse values." in text
     assert "cubegrad compare cifar10 --preset gpu" in text
 
 

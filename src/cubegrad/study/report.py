@@ -140,9 +140,11 @@ def notes(experiment: Experiment) -> list[str]:
     held = any(record.settings.hold_out for record in experiment.records)
     split = "a held-out part of the training set" if held else "the test set, as in the paper"
     way = "highest" if judge.higher_is_better else "lowest"
+    schedules = {record.settings.schedule for record in experiment.records}
+    schedule = f", {s.schedule}" if len(schedules) == 1 else ""  # several stand in the table
     lines = [
         f"{experiment.about['description']}; "
-        f"preset {s.preset}: {s.epochs} epochs, batch {s.batch}, on {s.device}.",
+        f"preset {s.preset}: {s.epochs} epochs, batch {s.batch}{schedule}, on {s.device}.",
         f"Each method's learning rate and decay are those of the {way} {judge.metric} after the "
         f"last epoch on {split}. Results are means of other seeds than those of the search, where "
         "there are any; ± is 2 standard errors. Train loss is the mean over the last epoch.",
@@ -225,7 +227,8 @@ def _section(experiment: Experiment, rows: Rows, lines: Sequence[str]) -> str:
         f"<h2>Test, and training loss</h2><p>Bands are ± 2 standard errors.</p>"
         f"{shapes}"
         f"<h2>How much the learning rate matters</h2>"
-        f"<p>The runs of the search at each method's best decay; a cross is a diverged run.</p>"
+        f"<p>The runs of the search at each method's best decay; a cross is a diverged run. A line "
+        f"that leaves the plot goes on to worse values.</p>"
         f"{rates}{said}"
     )
 

@@ -250,7 +250,7 @@ def problem() -> Problem:
     )
     return Problem(
         name="imagenet",
-        description="ResNet-50 on ImageNet, or on any folder of images for each class",
+        description="ResNet-50 on a folder of images for each class, ImageNet's or yours",
         build=build,
         presets={"cpu": cpu, "gpu": gpu, "paper": paper},
         metric="accuracy",
