@@ -1,7 +1,8 @@
 """The paper's update: arrays in, arrays out. This is the one place the maths is written.
 
-`xp` brings the two elementary functions that array libraries spell differently:
-`xp.cbrt(v)` is ∛v for v ≥ 0, and `xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite.
+`xp` brings the functions that array libraries spell differently: `xp.cbrt(v)` is ∛v for v ≥ 0,
+`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite, and, for an estimated learning rate,
+`xp.total(v)` is the sum of all elements and `xp.larger(a, b)` the larger of two numbers.
 `h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
 will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
 
@@ -86,6 +87,49 @@ def madgrad(
     initial_param = shrunk(h, initial_param)
     dual_point = initial_param - displacement(xp, h.eps, grad_sum, grad_sq_sum)  # z_{k+1}
     return average(param, dual_point, h.momentum), grad_sum, grad_sq_sum, initial_param
+
+
+def sums(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    old: tuple[Array, ...],
+    new: tuple[Array, ...],
+) -> tuple[Scalar, ...]:
+    """What a step of MADGRAD tells an estimate of the learning rate.
+
+    `param` is x_k; `old` and `new` are the buffers before and after the step.
+    """
+    weighted = effective_gradient(h, param, grad) * step_weight(h.lr, step)
+    away = old[2] - param if len(old) == 3 else displacement(xp, h.eps, *old)  # x_0 - x_k
+    grad_sum, grad_sq_sum = new[:2]
+    return (
+        xp.total(weighted * away),  # λ_k ⟨g_k, x_0 - x_k⟩
+        xp.total(abs(grad_sum)),  # ‖s_{k+1}‖₁
+        xp.total(xp.cbrt(grad_sq_sum)),  # Σ_i ∛ν_{k+1,i}
+    )
+
+
+def first_scale(xp: Namespace, grad: Array) -> Scalar:
+    """As `gradient_scale` has it, of the first gradient alone, before it has any weight."""
+    return xp.total(xp.cbrt(grad * grad))  # Σ_i |g_{0,i}|^{2/3}
+
+
+def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
+    """Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ."""
+    return root_sum * weight_sum ** (-1 / 3)
+
+
+def distance(xp: Namespace, so_far: Scalar, agreement: Scalar, norm: Scalar) -> Scalar:
+    """D: the largest lower bound so far on the distance ‖x_0 - x*‖_∞ to a solution."""
+    return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_k ⟨g_k, x_0 - x_k⟩ / ‖s_{k+1}‖₁
+
+
+def estimated_lr(distance: Scalar, mean_scale: Scalar) -> Scalar:
+    """The γ whose first step moves a coordinate by about D: (γ H)^{2/3} H^{-1/3} = D."""
+    return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
 def mirror_madgrad(
