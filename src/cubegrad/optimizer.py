@@ -4,6 +4,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from cubegrad import estimate
 from cubegrad.shell import Flags, Params, Shell
 
 
@@ -19,7 +20,9 @@ class MADGRAD(Shell):
 
     Args:
         params: tensors, named tensors or groups, as any torch optimizer takes them.
-        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor.
+        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor; or "auto", an
+            experiment: it is estimated, and the groups' `lr`, 1 unless given, is a factor on it
+            that a scheduler may change. `estimated_lr()` tells what it has come to.
         momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
             float32 parameter (half precision keeps it). A float or a tensor.
         weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
@@ -35,6 +38,19 @@ class MADGRAD(Shell):
     """
 
     _method = "madgrad"
+
+    def estimated_lr(self) -> float:
+        """What lr="auto" has come to, without any group's factor, for logging; nan before a step.
+
+        Reading it waits for the device.
+        """
+        group = self.param_groups[0]
+        if not group["auto_lr"]:
+            raise RuntimeError(
+                f"estimated_lr() needs lr='auto', and this optimizer has lr={group['lr']}; read "
+                "param_groups[0]['lr']"
+            )
+        return estimate.lr_of(group)
 
 
 class MirrorMADGRAD(Shell):

@@ -50,6 +50,29 @@ def _one_number(name: str, value: Any, remedy: str) -> float:
         raise TypeError(message) from error
 
 
+def auto_lr(method: str, lr: Any) -> bool:
+    """Whether lr is to be estimated; refuses words that do not mean that."""
+    if not isinstance(lr, str):
+        return False
+    if lr != "auto":
+        raise ValueError(f"lr={lr!r} must be a number or 'auto'; {REMEDY['lr']}")
+    if method != "madgrad":
+        raise ValueError(
+            "lr='auto' is MADGRAD's alone: it is estimated from the sum of the gradients, which "
+            "MirrorMADGRAD does not keep; use MADGRAD, or a number"
+        )
+    return True
+
+
+def check_alike(groups: list[dict[str, Any]]) -> None:
+    """Refuse groups of which some have an estimated lr and some their own."""
+    if len({bool(group["auto_lr"]) for group in groups}) > 1:
+        raise ValueError(
+            "lr='auto' must be given for all groups or for none; with MADGRAD(groups, lr='auto') a "
+            "group's own lr is a factor on what is estimated: use lr=0.1 for a tenth of it"
+        )
+
+
 def check(options: dict[str, Any]) -> None:
     """Refuse a torch group's options, naming the value, the limit and the remedy."""
     check_numbers(options)
@@ -89,6 +112,8 @@ def _check_decay(options: dict[str, Any], lr_name: str) -> None:
                 f"weight_decay={decay} must be <= 1 with decoupled_lr=True: weights shrink by "
                 "1 - weight_decay a step; use about lr times the decay you would give AdamW"
             )
+    elif options.get("auto_lr"):  # lr is a factor on what is not known yet
+        return
     elif options["decoupled_weight_decay"] and lr is not None and lr * decay > 1:
         raise ValueError(
             f"{lr_name}*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "

@@ -112,6 +112,11 @@ def sums(
     )
 
 
+def first_distance(xp: Namespace, mean_square: Scalar) -> Scalar:
+    """D_0, from which the estimate grows: a hundredth of the size of the weights."""
+    return xp.larger(mean_square**0.5 * 1e-2, 1e-6)  # D_0 = rms(x_0) / 100
+
+
 def first_scale(xp: Namespace, grad: Array) -> Scalar:
     """As `gradient_scale` has it, of the first gradient alone, before it has any weight."""
     return xp.total(xp.cbrt(grad * grad))  # Σ_i |g_{0,i}|^{2/3}

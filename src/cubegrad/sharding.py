@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 Group = dict[str, Any]
+# The mesh and its dimensions along which a tensor is cut up; None if it is whole in each process.
+Spread = tuple[Any, tuple[int, ...]] | None
 
 
 def _api() -> Any:
@@ -76,6 +78,23 @@ def placed(value: Any, param: Any) -> Tensor:
         value = value.to(param.device)
         value = _api().distribute_tensor(value, mesh, placements, src_data_rank=None)
     return local(value)
+
+
+def spread(param: Any) -> Spread:
+    if not is_sharded(param):
+        return None
+    cut = (dim for dim, place in enumerate(param.placements) if not place.is_replicate())
+    dims = tuple(cut)
+    return (param.device_mesh, dims) if dims else None
+
+
+def added_up(numbers: Tensor, spread: Spread) -> Tensor:
+    """Sums over shards made sums over the whole, in place; all processes must ask for it."""
+    if spread is not None:
+        mesh, dims = spread
+        for dim in dims:
+            torch.distributed.all_reduce(numbers, group=mesh.get_group(dim))
+    return numbers
 
 
 class Loan:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad import backends, options, rule, sharding, sparse, states
+from cubegrad import backends, estimate, options, rule, sharding, sparse, states
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.backends.prepared import Member, Prepared, Repeated, prepare
+from cubegrad.estimate import Estimate
 from cubegrad.hooks import straight
 from cubegrad.options import Hyper
 from cubegrad.states import checkpoint
@@ -40,11 +41,12 @@ class Shell(Optimizer):
     _method: str  # a function of rule.py, and its layout in states.LAYOUTS
     _choose = staticmethod(backends.choose)
     _settled = False  # whether the parameters are known to be their modules' own
+    _estimate: Estimate | None = None
 
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor | str = 1e-2,
         momentum: float | Tensor = 0.9,
         weight_decay: float = 0.0,
         eps: float = 1e-6,
@@ -57,8 +59,10 @@ class Shell(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
+        auto_lr = options.auto_lr(self._method, lr)
         defaults = {
-            "lr": lr,
+            "lr": 1.0 if auto_lr else lr,
+            "auto_lr": auto_lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "eps": eps,
@@ -75,8 +79,11 @@ class Shell(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
+        if options.auto_lr(self._method, param_group.get("lr")):
+            param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
         try:
+            options.check_alike(self.param_groups)
             options.check(param_group)
             for index, param in enumerate(param_group["params"]):
                 name = options.name_of(param_group, index)
@@ -90,6 +97,7 @@ class Shell(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._repeated = Repeated()
+        self._estimate = None
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -106,8 +114,10 @@ class Shell(Optimizer):
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             if torch.compiler.is_compiling():
-                for group in self.param_groups:
-                    self._step_group(group, self._hyper(group))
+                hypers = self._hypers()
+                for group, h in zip(self.param_groups, hypers, strict=True):
+                    self._step_group(group, h if h.sums is None else _with_sums(h, None))
+                estimate.advance(self._estimate, self.param_groups, {}, hypers)
             else:
                 self._step_groups()
         return loss
@@ -122,15 +132,15 @@ class Shell(Optimizer):
         if not self._settled:
             self._settled = sharding.refuse_replaced(self.param_groups)
         ready = self._repeated.ready(self.param_groups, self.state)
-        hypers = [self._hyper(group) for group in self.param_groups]
         scratch = [g for index, g in enumerate(self.param_groups) if index not in ready]
         # All that can be refused is refused before anything changes.
         sparse.refuse(self._method, scratch)
         for group in scratch:
             self._backend(group)
+        hypers = self._hypers()
         for index, (group, h) in enumerate(zip(self.param_groups, hypers, strict=True)):
             if index in ready:
-                left = ready[index].run(h)
+                left = ready[index].run(_with_sums(h, ready[index].spread))
                 if left:
                     self._repeated.drop(index)
                     # In the group's order, which is the same in all processes: partial
@@ -143,12 +153,16 @@ class Shell(Optimizer):
                 self._repeated.keep(index, group, self._prepare(group))
         if scratch:
             self._repeated.remember(self.state)
+        estimate.advance(self._estimate, self.param_groups, self.state, hypers)
 
     def _prepare(self, group: Group) -> Prepared | None:
         backend = self._backend(group)
         if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
             return None
         if _capturing():  # its tables would exist in the graph's replay only
+            return None
+        spreads = set(map(sharding.spread, group["params"])) if group["auto_lr"] else {None}
+        if len(spreads) > 1:  # their sums are added up among different processes
             return None
         layout_of = functools.partial(states.layout, self._method, group["momentum"])
         loan = sharding.Loan(group["params"])
@@ -157,16 +171,23 @@ class Shell(Optimizer):
             entries = self.state.get(param, {}).items()
             members.append(Member(param, shard, {k: sharding.local(t) for k, t in entries}))
         with loan:
-            return prepare(backend.Launch, self._method, members, self.state, layout_of, loan)
+            prepared = prepare(backend.Launch, self._method, members, self.state, layout_of, loan)
+        if prepared is not None:
+            prepared.spread = spreads.pop()
+        return prepared
 
     def _step_alike(self, group: Group, h: Hyper) -> None:
-        """Step those parameters that keep x_0 apart from those that do not."""
-        parts: dict[bool, list[Tensor]] = {}
+        """Step those parameters that keep x_0 apart from those that do not.
+
+        And apart by how they are spread over processes, if sums are wanted.
+        """
+        parts: dict[tuple[bool, sharding.Spread], list[Tensor]] = {}
         for param in group["params"]:
             kept = states.keeps_initial_param(group["momentum"], param)
-            parts.setdefault(kept, []).append(param)
-        for params in parts.values():
-            self._step_group({**group, "params": params}, h)
+            spread = None if h.sums is None else sharding.spread(param)
+            parts.setdefault((kept, spread), []).append(param)
+        for (_, spread), params in parts.items():
+            self._step_group({**group, "params": params}, _with_sums(h, spread))
 
     def _step_group(self, group: Group, h: Hyper) -> None:
         params: list[Tensor] = []
@@ -261,16 +282,35 @@ class Shell(Optimizer):
             state[name] = states.copy(param) if copied else states.zeros(param)
         return state
 
-    def _hyper(self, group: Group) -> Hyper:
+    def _hypers(self) -> list[Hyper]:
+        """The numbers of every group for this step."""
+        if not any(group["auto_lr"] for group in self.param_groups):
+            return [self._hyper(group) for group in self.param_groups]
+        if self._estimate is None or not self._estimate.belongs_to(self.param_groups):
+            resting = [self._hyper(group, 0.0) for group in self.param_groups]
+            self._estimate = estimate.found(self.param_groups, resting)
+            if self._estimate is None:  # no gradient says anything yet, and nothing moves
+                return resting
+        lr = self._estimate.renewed()
+        on_host = lr.device.type == "cpu" and not torch.compiler.is_compiling()
+        rate = lr.item() if on_host else lr
+        return [
+            self._hyper(group, rate)._replace(sums=part)
+            for group, part in zip(self.param_groups, self._estimate.parts, strict=True)
+        ]
+
+    def _hyper(self, group: Group, estimated: float | Tensor | None = None) -> Hyper:
         on_device = group["capturable"] or torch.compiler.is_compiling()
-        lr = _scalar(group["lr"], on_device)
+        on_device = on_device or isinstance(estimated, Tensor)
+        factor = _scalar(group["lr"], on_device)
+        lr = factor if estimated is None else estimated * factor
         decoupled = group["decoupled_weight_decay"] or group["decoupled_lr"]
         return Hyper(
             lr=lr,
             momentum=_scalar(group["momentum"], on_device),
             eps=group["eps"],
             weight_decay=0.0 if decoupled else group["weight_decay"],
-            shrink=options.shrink(group, lr),
+            shrink=options.shrink(group, factor if group["decoupled_lr"] else lr),
             maximize=group["maximize"],
             on_device=on_device,
             differentiable=group["differentiable"],
@@ -313,6 +353,11 @@ class Shell(Optimizer):
 def _capturing() -> bool:
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(started and torch.cuda.is_current_stream_capturing())
+
+
+def _with_sums(h: Hyper, spread: sharding.Spread) -> Hyper:
+    """Up to here `sums` are a group's, by how its parameters are spread over processes."""
+    return h if h.sums is None else h._replace(sums=h.sums[spread])
 
 
 def _skipped(h: Hyper) -> bool:

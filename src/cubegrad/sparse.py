@@ -32,6 +32,11 @@ def _obstacle(method: str, group: dict[str, Any]) -> str | None:
             "MirrorMADGRAD changes grad_sq_sum in every row at every step; use MADGRAD with "
             "momentum=0, or sparse=False in the embedding"
         )
+    if group["auto_lr"]:
+        return (
+            "lr='auto' needs sums over all rows; use sparse=False in the embedding, or a number "
+            "for lr"
+        )
     momentum, decay = float(group["momentum"]), group["weight_decay"]
     if momentum != 0:
         return (

@@ -28,6 +28,14 @@ class TorchFunctions:
         inverse = torch.where(infinite, 0.0, 1 / torch.where(infinite, 1.0, denominator))
         return numerator * inverse
 
+    @staticmethod
+    def total(x: Tensor) -> Tensor:
+        return x.sum(dtype=torch.float64)
+
+    @staticmethod
+    def larger(a: Tensor, b: Tensor | float) -> Tensor:
+        return torch.fmax(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+
 
 def step(
     method: str,
@@ -44,7 +52,12 @@ def step(
         x, *rest = param, *state
         if h.differentiable:  # autograd saves what the rule reads, so it must not be written over
             x, *rest = (tensor.clone() for tensor in (param, *state))
-        values = update(TorchFunctions, h, k, x.to(dtype), grad.to(dtype), *rest)
+        x, grad = x.to(dtype), grad.to(dtype)
+        values = update(TorchFunctions, h, k, x, grad, *rest)
+        if h.sums is not None:
+            with torch.no_grad():
+                totals = rule.sums(TorchFunctions, h, k, x, grad, tuple(rest), values[1:])
+                h.sums.add_(torch.stack(totals).to(h.sums.device))
         for target, value in zip((param, *state), values, strict=True):
             if value is not target:
                 target.copy_(value)

@@ -32,6 +32,9 @@ class TensorList:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tuple(tensors)
 
+    def __abs__(self) -> "TensorList":
+        return TensorList(torch._foreach_abs(self.tensors))
+
     def __neg__(self) -> "TensorList":
         return TensorList(torch._foreach_neg(self.tensors))
 
@@ -72,6 +75,9 @@ class ListFunctions:
             for inverse in inverses:
                 torch.nan_to_num_(inverse, nan=torch.nan, posinf=0.0)
         return numerator * TensorList(inverses)
+
+    def total(self, x: TensorList) -> Tensor:
+        return torch.stack([tensor.sum(dtype=torch.float64) for tensor in x.tensors]).sum()
 
 
 def _alike(h: Hyper, rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -126,7 +132,11 @@ def _run(method: str, h: Hyper, rows: list[Row]) -> None:
     k = TensorList([step.to(dtype) for step in steps]) if h.on_device else steps[0].item()
     old = [TensorList(tensors) for tensors in ([p.to(dtype) for p in params], *state)]
     grad = TensorList([g.to(dtype) for g in grads])
-    new = getattr(rule, method)(ListFunctions(h.eps), h, k, old[0], grad, *old[1:])
+    xp = ListFunctions(h.eps)
+    new = getattr(rule, method)(xp, h, k, old[0], grad, *old[1:])
+    if h.sums is not None:
+        totals = rule.sums(xp, h, k, old[0], grad, tuple(old[1:]), new[1:])
+        h.sums.add_(torch.stack(totals).to(h.sums.device))
     for target, before, after in zip((params, *state), old, new, strict=True):
         if after is not before:
             torch._foreach_copy_(target, after.tensors)

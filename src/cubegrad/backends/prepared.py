@@ -162,6 +162,8 @@ class Part:
 class Prepared:
     """The parts of one group, in the order in which they are launched."""
 
+    spread: Any = None  # how its parameters are spread over processes, if sums are wanted
+
     def __init__(
         self,
         make: Callable[..., Launch],

@@ -75,6 +75,7 @@ class Launch:
             CAPTURED.append((self, rows, units))
         self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
         self.programs = len(units)
+        self.sums: Tensor | None = None  # of each block of each unit, where they are wanted
         self.kernels: dict[tuple[bool, ...], Callable[..., None]] = {}
         dtypes = (params[0].dtype, grad_dtype, buffers[0][0].dtype)
         self.constants = (method, len(buffers) == 3, *(DTYPES[d] for d in dtypes), BLOCK)
@@ -109,14 +110,26 @@ class Launch:
         arguments = (
             *(self.rows, table, *self.places),
             *UNPACK_INTEGERS(doubles),
-            *(gathered, found_inf, grad_scale),
+            *(gathered, found_inf, grad_scale, self._room(h)),
             *self.constants,
         )
-        variant = (gathered is None, found_inf is None, grad_scale is None)
+        variant = (gathered is None, found_inf is None, grad_scale is None, h.sums is None)
         kernel = self.kernels.get(variant)
         if kernel is not None:
             kernel(*arguments)
-            return
+        else:
+            self._compile(variant, arguments)
+        if h.sums is not None:
+            h.sums.add_(self._room(h).sum(dim=1).to(h.sums.device))
+
+    def _room(self, h: Hyper) -> Any:
+        """Where the kernel puts its sums. Units end early, and leave what is past their end 0."""
+        if h.sums is not None and self.sums is None:
+            places = (3, self.programs * SPAN)
+            self.sums = torch.zeros(places, dtype=torch.float64, device=self.device)
+        return None if h.sums is None else self.sums
+
+    def _compile(self, variant: tuple[bool, ...], arguments: tuple[Any, ...]) -> None:
         compiled = step_units[(self.programs,)](
             *arguments,
             num_warps=WARPS,

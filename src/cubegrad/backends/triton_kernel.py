@@ -32,10 +32,24 @@ def _sqrt(x):
 
 
 @triton.jit
-def _displacement(s, v, eps):
-    """s / (∛v + ε), 0 where the denominator cannot be inverted."""
-    inverse = 1 / (_cbrt(v) + eps)
+def _over(s, root, eps):
+    """s / (root + ε), 0 where the denominator cannot be inverted."""
+    inverse = 1 / (root + eps)
     return s * tl.where(inverse == float("inf"), 0.0, inverse)
+
+
+@triton.jit
+def _displacement(s, v, eps):
+    return _over(s, _cbrt(v), eps)  # s / (∛ν + ε)
+
+
+@triton.jit
+def _put(sums_at, stride, value, mask, WHOLE: tl.constexpr):
+    """A block's sum, in the next row of the table."""
+    if not WHOLE:
+        value = tl.where(mask, value, 0.0)
+    tl.store(sums_at, tl.sum(value).to(tl.float64))
+    return sums_at + stride
 
 
 @triton.jit
@@ -49,6 +63,7 @@ def _at(address, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _update(
     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
+    sums_at, stride,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -71,15 +86,23 @@ def _update(
         v = b + g * weight * g  # ν_{k+1} = ν_k + λ_k g_k²
         tl.store(a_at, s, mask)
         tl.store(b_at, v, mask)
+        root = _cbrt(v)
         if CENTRED:
             c_at = _at(c_at, offsets, S, WHOLE)
-            x0 = tl.load(c_at, mask, cache_modifier=".cg") * shrink
+            x0 = tl.load(c_at, mask, cache_modifier=".cg")
+            away = x0 - p
+            x0 = x0 * shrink
             if shrink != 1:
                 tl.store(c_at, x0, mask)
-            z = x0 - _displacement(s, v, eps)  # z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
+            z = x0 - _over(s, root, eps)  # z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
             x = x - (x - z) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
         else:
-            x = x - (_displacement(s, v, eps) - _displacement(a, b, eps) * shrink)
+            away = _displacement(a, b, eps)
+            x = x - (_over(s, root, eps) - away * shrink)
+        if sums_at is not None:
+            at = _put(sums_at, stride, g * weight * away, mask, WHOLE)  # λ_k g_k (x_0 - x_k)
+            at = _put(at, stride, tl.abs(s), mask, WHOLE)  # |s_{k+1}|
+            _put(at, stride, root, mask, WHOLE)  # ∛ν_{k+1}
     else:
         # a is ν, b is z; weight is γ (k+1)^{1/3}, fade √(k/(k+1)).
         v = a * fade + g * g  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
@@ -103,11 +126,14 @@ def _number(bits, S: tl.constexpr):
 def step_units(
     rows, grads, units, ticket, n_rows: "i32", length: "i32",
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
-    on_device, found_inf, grad_scale,
+    on_device, found_inf, grad_scale, sums,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One unit of `length` elements; the last program to finish counts the steps."""
+    """One unit of `length` elements; the last program to finish counts the steps.
+
+    `sums` has three rows, and in each a place for every block of every unit.
+    """
     eps, decay, sign = _number(eps, S), _number(decay, S), _number(sign, S)
     if on_device is None:
         lr, momentum, shrink = _number(lr, S), _number(momentum, S), _number(shrink, S)
@@ -136,17 +162,24 @@ def step_units(
         else:
             weight, fade = lr * _cbrt(k + 1), _sqrt(k / (k + 1))
         aligned = ((p_at | g_at | a_at | b_at | c_at) & 15) == 0
+        blocks = length // BLOCK
+        stride = tl.num_programs(0) * blocks
+        sums_at = None
+        if sums is not None:
+            sums_at = sums + tl.program_id(0) * blocks
         for _ in range(0, tl.minimum(left, length), BLOCK):
             if aligned & (left >= BLOCK):
                 _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
-                    eps, decay, sign, METHOD, CENTRED, P, G, S, BLOCK, True,
+                    eps, decay, sign, sums_at, stride, METHOD, CENTRED, P, G, S, BLOCK, True,
                 )  # fmt: skip
             else:
                 _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
-                    eps, decay, sign, METHOD, CENTRED, P, G, S, BLOCK, False,
+                    eps, decay, sign, sums_at, stride, METHOD, CENTRED, P, G, S, BLOCK, False,
                 )  # fmt: skip
+            if sums is not None:
+                sums_at += 1
             left -= BLOCK
             p_at += BLOCK * (P.primitive_bitwidth // 8)
             g_at += BLOCK * (G.primitive_bitwidth // 8)

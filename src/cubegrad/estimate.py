@@ -1,0 +1,196 @@
+"""A learning rate that is estimated: what is kept of it, and how a step moves it on.
+
+One estimate serves all groups; a group's own `lr` is a factor on it. All of it are numbers on the
+device, so that no step but the first waits for them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cubegrad import rule, sharding, states
+from cubegrad.backends.eager import TorchFunctions
+from cubegrad.options import Hyper
+
+Group = dict[str, Any]
+
+# What each group keeps as `estimate`; all but the sum of the weights are the same in all groups.
+FIELDS = ("distance", "agreement", "scale", "weight_sum", "step")
+
+
+class Estimate:
+    """The numbers of all groups, a row for each, of which the groups hold views."""
+
+    def __init__(self, groups: Sequence[Group], values: Tensor) -> None:
+        self.values = values
+        self.sums = torch.zeros(len(groups), 3, dtype=torch.float64, device=values.device)
+        self.rows = list(values)
+        # For the backends to add to. What is cut up among processes is added up over them later,
+        # in an order that is the same in all of them.
+        self.parts: list[dict[sharding.Spread, Tensor]] = []
+        for group, row, sums in zip(groups, self.rows, self.sums, strict=True):
+            group["estimate"] = row
+            spreads = dict.fromkeys(map(sharding.spread, group["params"]))
+            self.parts.append({s: torch.zeros_like(sums) if s else sums for s in spreads})
+
+    def belongs_to(self, groups: Sequence[Group]) -> bool:
+        return len(groups) == len(self.rows) and all(
+            group.get("estimate") is row for group, row in zip(groups, self.rows, strict=True)
+        )
+
+    def renewed(self) -> Tensor:
+        """γ for the step that begins, without any group's factor, and sums that start at 0."""
+        self.sums.zero_()
+        for spread, sums in self._cut_up():
+            if spread is not None:
+                sums.zero_()
+        return self._lr()
+
+    def _cut_up(self) -> list[tuple[sharding.Spread, Tensor]]:
+        return [item for part in self.parts for item in part.items()]
+
+    def _lr(self) -> Tensor:
+        distance, _, scale, *_ = self.values[0]
+        lr: Tensor = rule.estimated_lr(distance, scale)
+        return lr
+
+    @torch.no_grad()
+    def advance(self, factors: Sequence[Any], counts: Sequence[int], found_inf: Any) -> None:
+        """One step on, after every group has added its sums; nothing changes where inf was found.
+
+        `counts` are the coordinates of each group that have been stepped so far.
+        """
+        for total, part in zip(self.sums, self.parts, strict=True):
+            for spread, sums in part.items():
+                if spread is not None:
+                    total += sharding.added_up(sums, spread)
+        device = self.values.device
+        distance, agreement, scale, weight_sum, step = self.values.unbind(1)
+        agreements, norms, roots = self.sums.unbind(1)
+        lr = self._lr() * _vector(factors, device)
+        weight_sum = weight_sum + rule.step_weight(lr, step)  # Σ λ_k
+        # A group whose factor has been 0 so far has neither weights nor a scale.
+        weighted = weight_sum > 0
+        scales = rule.gradient_scale(roots, torch.where(weighted, weight_sum, 1.0))
+        count = torch.where(weighted, _vector(counts, device), 0.0).sum()
+        mean = torch.where(weighted, scales, 0.0).sum() / count
+        agreement = agreement + agreements.sum()
+        distance = rule.distance(TorchFunctions, distance, agreement, norms.sum())
+        scale = torch.where(count > 0, mean, scale)
+        new = torch.stack((distance, agreement, scale, weight_sum, step + 1), dim=1)
+        if found_inf is not None:
+            new = torch.where(found_inf.to(device) == 0, new, self.values)
+        self.values.copy_(new)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
+    """The estimate that the groups hold, or one that begins with the gradients they have now.
+
+    None if those are all 0 or not finite. To know that, it waits for the device.
+    """
+    device = _device_of(groups)
+    held = [group.get("estimate") for group in groups]
+    known = next((row for row in held if row is not None), None)
+    if known is not None:
+        joining = known.to(device, torch.float64).clone()
+        joining[FIELDS.index("weight_sum")] = 0
+        rows = [joining if row is None else row.to(device, torch.float64) for row in held]
+        return Estimate(groups, torch.stack(rows))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() is being captured in a CUDA graph before lr='auto' has seen a gradient; run "
+            "one step before the capture"
+        )
+    first = _first_row(groups, hypers, device)
+    return None if first is None else Estimate(groups, first.repeat(len(groups), 1))
+
+
+def _first_row(
+    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device
+) -> Tensor | None:
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    count = 0
+    for group, h in zip(groups, hypers, strict=True):
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            x, grad = _seen(h, param)
+            pair = (rule.first_scale(TorchFunctions, grad), TorchFunctions.total(x * x))
+            totals += sharding.added_up(torch.stack(pair), sharding.spread(param)).to(device)
+            count += coordinates(param)
+    scale, square = totals / max(1, count)
+    if not 0 < scale.item() < float("inf"):
+        return None
+    row = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
+    row[FIELDS.index("distance")] = rule.first_distance(TorchFunctions, square)
+    row[FIELDS.index("scale")] = scale
+    return row
+
+
+def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
+    """A parameter and its gradient, as the rule will see them."""
+    grad = sharding.gradient(param.grad, param)
+    x, grad = (states.real(t).to(states.dtype_of(param)) for t in (sharding.local(param), grad))
+    if h.grad_scale is not None:
+        grad = grad / h.grad_scale.to(grad.device)
+    return x, rule.effective_gradient(h, x, grad)
+
+
+def advance(
+    estimate: Estimate | None,
+    groups: Sequence[Group],
+    state: Mapping[Tensor, Any],
+    hypers: Sequence[Hyper],
+) -> None:
+    """Let the estimate, if there is one, take in the sums of a step that all groups have made."""
+    if estimate is None or hypers[0].sums is None:
+        return
+    counts = []
+    for group, h in zip(groups, hypers, strict=True):
+        stepped = [param for param in group["params"] if param.grad is not None]
+        idle = [p for p in group["params"] if p.grad is None and state.get(p)] if state else []
+        for param in idle:
+            _add_idle(h.sums, param, state[param])
+        counts.append(sum(map(coordinates, stepped + idle)))
+    estimate.advance([group["lr"] for group in groups], counts, hypers[0].found_inf)
+
+
+@torch.no_grad()
+def _add_idle(parts: dict[sharding.Spread, Tensor], param: Tensor, state: Any) -> None:
+    """The sums of a parameter that has no gradient this time: it agrees with nothing."""
+    sums = parts[sharding.spread(param)]
+    grad_sum, grad_sq_sum = (
+        states.real(sharding.local(state[name])) for name in ("grad_sum", "grad_sq_sum")
+    )
+    sums[1] += TorchFunctions.total(abs(grad_sum)).to(sums.device)
+    sums[2] += TorchFunctions.total(TorchFunctions.cbrt(grad_sq_sum)).to(sums.device)
+
+
+def lr_of(group: Group) -> float:
+    """γ without the group's factor, on the host; nan before the first step."""
+    row = group.get("estimate")
+    if row is None:
+        return float("nan")
+    distance, _, scale, *_ = row.tolist()
+    return float(rule.estimated_lr(distance, scale))
+
+
+def coordinates(param: Tensor) -> int:
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+def _device_of(groups: Sequence[Group]) -> torch.device:
+    """Where the numbers live: with the first parameter there is."""
+    first = next(param for group in groups for param in group["params"])
+    return sharding.local(first).device
+
+
+def _vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    tensors = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+    return torch.stack([tensor.reshape(()) for tensor in tensors])
