@@ -4,6 +4,7 @@ One estimate serves all groups; a group's own `lr` is a factor on it. All of it 
 device, so that no step but the first waits for them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class Estimate:
 
     def belongs_to(self, groups: Sequence[Group]) -> bool:
         return len(groups) == len(self.rows) and all(
-            group.get("estimate") is row for group, row in zip(groups, self.rows, strict=True)
+            group["estimate"] is row for group, row in zip(groups, self.rows, strict=True)
         )
 
     def renewed(self) -> Tensor:
@@ -85,7 +86,6 @@ class Estimate:
         self.values.copy_(new)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     """The estimate that the groups hold, or one that begins with the gradients they have now.
@@ -93,12 +93,12 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
     device = _device_of(groups)
-    held = [group.get("estimate") for group in groups]
-    known = next((row for row in held if row is not None), None)
-    if known is not None:
-        joining = known.to(device, torch.float64).clone()
+    held = [group["estimate"].to(device, torch.float64) for group in groups]
+    known = [row for row in held if _begun(row)]
+    if known:
+        joining = known[0].clone()
         joining[FIELDS.index("weight_sum")] = 0
-        rows = [joining if row is None else row.to(device, torch.float64) for row in held]
+        rows = [row if _begun(row) else joining for row in held]
         return Estimate(groups, torch.stack(rows))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -107,6 +107,15 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
         )
     first = _first_row(groups, hypers, device)
     return None if first is None else Estimate(groups, first.repeat(len(groups), 1))
+
+
+def nothing_yet() -> Tensor:
+    """What a group holds before the first step: a checkpoint has a place for it from the start."""
+    return torch.zeros(len(FIELDS), dtype=torch.float64)
+
+
+def _begun(row: Tensor) -> bool:
+    return row[FIELDS.index("distance")].item() > 0
 
 
 def _first_row(
@@ -125,7 +134,7 @@ def _first_row(
     scale, square = totals / max(1, count)
     if not 0 < scale.item() < float("inf"):
         return None
-    row = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
+    row = nothing_yet().to(device)
     row[FIELDS.index("distance")] = rule.first_distance(TorchFunctions, square)
     row[FIELDS.index("scale")] = scale
     return row
@@ -172,11 +181,8 @@ def _add_idle(parts: dict[sharding.Spread, Tensor], param: Tensor, state: Any) -
 
 def lr_of(group: Group) -> float:
     """γ without the group's factor, on the host; nan before the first step."""
-    row = group.get("estimate")
-    if row is None:
-        return float("nan")
-    distance, _, scale, *_ = row.tolist()
-    return float(rule.estimated_lr(distance, scale))
+    distance, _, scale, *_ = group["estimate"].tolist()
+    return float(rule.estimated_lr(distance, scale)) if distance > 0 else math.nan
 
 
 def coordinates(param: Tensor) -> int:
@@ -190,7 +196,11 @@ def _device_of(groups: Sequence[Group]) -> torch.device:
 
 
 def _vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    tensors = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
-    return torch.stack([tensor.reshape(()) for tensor in tensors])
+    """Numbers of the host or the device, put together there without waiting for it."""
+    tensors = [
+        number
+        if isinstance(number, Tensor)
+        else torch.full((), number, dtype=torch.float64, device=device)
+        for number in numbers
+    ]
+    return torch.stack([t.to(device, torch.float64).reshape(()) for t in tensors])

@@ -93,11 +93,14 @@ class Shell(Optimizer):
             self.param_groups.pop()
             raise
         param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
+        if param_group["auto_lr"]:
+            param_group.setdefault("estimate", estimate.nothing_yet())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._repeated = Repeated()
         self._estimate = None
+        self.defaults.setdefault("auto_lr", False)  # pickled before there was such a thing
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -113,18 +116,30 @@ class Shell(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            if torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():
+                self._step_groups()
+            elif self._may_be_traced():
                 hypers = self._hypers()
                 for group, h in zip(self.param_groups, hypers, strict=True):
-                    self._step_group(group, h if h.sums is None else _with_sums(h, None))
+                    self._step_group(group, _with_sums(h, None))
                 estimate.advance(self._estimate, self.param_groups, {}, hypers)
             else:
-                self._step_groups()
+                self._step_untraced()
         return loss
 
     # A scheduler replaces `step` by a wrapper that notes the call, unless it bears this mark; the
     # compiler refuses to trace that wrapper, so `_init_group` notes the call.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _may_be_traced(self) -> bool:
+        """Not the first step of an estimated lr, which looks at its numbers."""
+        if self._estimate is None:
+            return not any(group["auto_lr"] for group in self.param_groups)
+        return self._estimate.belongs_to(self.param_groups)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step_untraced(self) -> None:
+        self._step_groups()
 
     def _step_groups(self) -> None:
         """Repeat the prepared steps that still fit, and run the others from scratch."""

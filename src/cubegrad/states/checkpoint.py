@@ -60,10 +60,22 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
             f"a param group of the state dict lacks {missing or ['params']}, so cubegrad did not "
             f"write it; it has {sorted(new)}: {FOREIGN}"
         )
-    group = defaults | deepcopy(new)
+    group = defaults | {"auto_lr": False} | deepcopy(new)  # as in checkpoints from before it
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
     options.check(group)
+    if group["auto_lr"]:
+        group["estimate"] = _estimate(group.get("estimate"))
     return group
+
+
+def _estimate(value: Any) -> Tensor:
+    found = value if isinstance(value, Tensor) else torch.tensor([])
+    if found.shape != (5,) or not found.isfinite().all():
+        raise ValueError(
+            f"the estimate of a param group with lr='auto' is {value!r}; it must be five finite "
+            "numbers, as state_dict() gave them"
+        )
+    return sharding.local(found).detach().to(torch.float64)
 
 
 def _check_sizes(groups: list[Group], saved: list[Group]) -> None:
