@@ -4,6 +4,7 @@ One estimate serves all groups; a group's own `lr` is a factor on it. All of it 
 device, so that no step but the first waits for them.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -197,10 +198,6 @@ def _device_of(groups: Sequence[Group]) -> torch.device:
 
 def _vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers of the host or the device, put together there without waiting for it."""
-    tensors = [
-        number
-        if isinstance(number, Tensor)
-        else torch.full((), number, dtype=torch.float64, device=device)
-        for number in numbers
-    ]
+    fill = functools.partial(torch.full, (), dtype=torch.float64, device=device)
+    tensors = [n if isinstance(n, Tensor) else fill(n) for n in numbers]
     return torch.stack([t.to(device, torch.float64).reshape(()) for t in tensors])
