@@ -67,7 +67,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     add = parser.add_argument
     add("--method", default="madgrad", help="(%(default)s)")
-    add("--lr", metavar="LR", help="learning rate; the paper's, where it has this problem")
+    add(
+        "--lr",
+        metavar="LR",
+        help="learning rate; the paper's, where it has this problem; for madgrad-auto a factor (1)",
+    )
     add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
     add("--seed", type=_whole, default=0, help="(%(default)s)")
     parser.set_defaults(ray=None)
@@ -78,7 +82,12 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--methods", metavar="A,B", help="such as madgrad,sgd@flat; the preset's, without")
     add("--figure", help="a figure of the paper in their place: dual-averaging or sqrt-decay")
-    add("--lr", metavar="LRS", help="1e-4..1e-1 or 0.1,0.2; each method's own range, without")
+    add(
+        "--lr",
+        metavar="LRS",
+        help="1e-4..1e-1 or 0.1,0.2; each method's own range, without; factors for madgrad-auto, "
+        "if it is the only method",
+    )
     add("--decay", metavar="DECAYS", help="0,1e-5..1e-3; the preset's, without")
     add("--grid", metavar="GRID", help="1,2.5,5 (times powers of ten) or powers-of-2")
     add(

@@ -16,7 +16,7 @@ from cubegrad.study.grid import parse_grid, parse_values
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError
 from cubegrad.study.progress import Progress
-from cubegrad.study.records import Record, Runs, existing
+from cubegrad.study.records import ESTIMATED_LR, Record, Runs, existing
 from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
@@ -42,7 +42,7 @@ def problems(_: Namespace) -> None:
 def train(options: Namespace) -> None:
     problem, name, preset = _problem(options)
     entry = methods.entry(options.method, preset)
-    lr, decay = _setting(options, problem, entry)
+    lr, decay = _setting(options, problem, preset, entry)
     plan = Plan(problem, name, preset, [entry], _device(options, name))
     with _sweeping(options, plan, Machine(options.problem, _place(options))) as sweep:
         settings = plan.settings(entry, (lr, decay), options.seed, hold_out=False)
@@ -166,14 +166,17 @@ def _entries(options: Namespace, preset: Preset) -> list[Entry]:
     return list(dict.fromkeys(methods.entry(text, preset) for text in texts))
 
 
-def _setting(options: Namespace, problem: Problem, entry: Entry) -> tuple[float, float]:
-    table = PAPER.get(problem.paper)
-    paper = table.best.get(entry.method) if table else None
-    if options.lr is None and paper is None:
+def _setting(
+    options: Namespace, problem: Problem, preset: Preset, entry: Entry
+) -> tuple[float, float]:
+    table, auto = PAPER.get(problem.paper), methods.estimates(entry.method)
+    paper = table.best.get("madgrad" if auto else entry.method) if table else None
+    lr = entry.lrs(preset)[0] if auto else paper.lr if paper else None
+    if options.lr is None and lr is None:
         raise StudyError(f"no lr is known for {entry.method} on {problem.name}; give --lr")
     values = []
     for name, text, known in (
-        ("lr", options.lr, paper.lr if paper else 0.0),
+        ("lr", options.lr, lr or 0.0),
         ("decay", options.decay, paper.decay if paper else 0.0),
     ):
         given = parse_values(text, parse_grid("1"), name) if text is not None else (known,)
@@ -209,7 +212,9 @@ def _result(record: Record) -> str:
     value = record.last(metric)
     space = "" if unit in ("", "%") else " "
     result = "diverged" if value is None else f"test {metric} {value:.6g}{space}{unit}"
-    where = f"{s.problem}, {s.method}, lr {s.lr:g}, decay {s.decay:g}, seed {s.seed}"
+    found = record.last(ESTIMATED_LR)
+    lr = methods.lr_text(s.method, s.lr, None if found is None else s.lr * found)
+    where = f"{s.problem}, {s.method}, lr {lr}, decay {s.decay:g}, seed {s.seed}"
     return (
         f"{where}: {result} after {len(record.curve['train_loss'])} epochs, {record.seconds:.1f} s"
     )

@@ -2,7 +2,8 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from cubegrad.study.methods import METHODS
+from cubegrad.study.methods import METHODS, estimates
 from cubegrad.study.statistics import Estimate, Judge, Summary
 
 # Okabe and Ito's, which colour-blind readers can tell apart; the lines differ too, for print.
@@ -20,6 +21,8 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2))
 FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
 # Text stays text, and the same numbers give the same file.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
+
+Draw = Callable[[Axes, Sequence[Summary]], None]
 
 
 def names(summaries: Sequence[Summary]) -> dict[str, str]:
@@ -38,7 +41,7 @@ def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
 
     A method under several schedules is one row: there the schedules are what is compared.
     """
-    methods = {summary.entry.partition("@")[0] for summary in summaries}
+    methods = {summary.method for summary in summaries}
     schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
     if len(methods) == 1 or len(schedules) == 1:
         return [list(summaries)]
@@ -56,14 +59,12 @@ def style(summaries: Sequence[Summary]) -> dict[str, int]:
 
 
 def _colour_key(summary: Summary, summaries: Sequence[Summary]) -> str:
-    return (
-        summary.entry.partition("@")[0] if len(rows(summaries)) > 1 else _alone(summary, summaries)
-    )
+    return summary.method if len(rows(summaries)) > 1 else _alone(summary, summaries)
 
 
 def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
-    method = summary.entry.partition("@")[0]
-    same = [other for other in summaries if other.entry.partition("@")[0] == method]
+    method = summary.method
+    same = [other for other in summaries if other.method == method]
     return method if len(same) == 1 else summary.entry
 
 
@@ -79,16 +80,30 @@ def draw_curves(
 ) -> None:
     labels = names(summaries)
     for summary in summaries:
-        curve, index = summary.curves.get(metric), styles[summary.entry]
-        if not curve or summary.best is None:
-            continue
-        epochs = range(1, len(curve) + 1)
-        low, mean, high = zip(*(_band(point) for point in curve), strict=True)
-        if log:
-            low = tuple(max(value, middle / 10) for value, middle in zip(low, mean, strict=True))
-        label = f"{labels[summary.entry]}, lr {summary.best[0]:g}"
-        axes.plot(epochs, mean, linestyle=LINES[index], color=COLOURS[index], label=label)
-        axes.fill_between(epochs, low, high, color=COLOURS[index], alpha=0.15, linewidth=0)
+        curve = summary.curves.get(metric)
+        if curve and summary.best is not None:
+            label = _with_lr(labels[summary.entry], summary.method, summary.best[0])
+            _draw_curve(axes, curve, label, styles[summary.entry], log)
+    _by_epoch(axes, log)
+
+
+def _draw_curve(axes: Axes, curve: Sequence[Estimate], label: str, index: int, log: bool) -> None:
+    epochs = range(1, len(curve) + 1)
+    low, mean, high = zip(*(_band(point) for point in curve), strict=True)
+    if log:
+        low = tuple(max(value, middle / 10) for value, middle in zip(low, mean, strict=True))
+    axes.plot(epochs, mean, linestyle=LINES[index], color=COLOURS[index], label=label)
+    axes.fill_between(epochs, low, high, color=COLOURS[index], alpha=0.15, linewidth=0)
+
+
+def _with_lr(label: str, method: str, lr: float) -> str:
+    """What estimates its learning rate says so in its name; a factor is then news, a 1 is not."""
+    if estimates(method):
+        return label if lr == 1 else f"{label}, factor {lr:g}"
+    return f"{label}, lr {lr:g}"
+
+
+def _by_epoch(axes: Axes, log: bool) -> None:
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -131,10 +146,18 @@ def draw_train(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int])
 def draw_lrs(
     axes: Axes, summaries: Sequence[Summary], judge: Judge, unit: str, styles: dict[str, int]
 ) -> None:
-    """The metric of the search by learning rate; a cross at the bottom is a diverged run."""
+    """The metric of the search by learning rate; a cross at the bottom is a diverged run.
+
+    What estimates its learning rate has no place on that axis: its result is a level, unless
+    nothing else is there and the axis can be its factors.
+    """
     labels = names(summaries)
+    factors = all(estimates(summary.method) for summary in summaries)
     for summary in summaries:
         index = styles[summary.entry]
+        if estimates(summary.method) and not factors:
+            _draw_level(axes, summary, labels[summary.entry], index)
+            continue
         known = [(lr, value) for lr, value in summary.lr_curve if value is not None]
         lost = [lr for lr, value in summary.lr_curve if value is None]
         if known:
@@ -153,10 +176,19 @@ def draw_lrs(
     if any(curves):
         axes.set_ylim(*visible(curves, judge.higher_is_better))
     axes.set(
-        xscale="log", xlabel="learning rate", ylabel=f"{judge.metric}{f', {unit}' if unit else ''}"
+        xscale="log",
+        xlabel="factor of the estimated learning rate" if factors else "learning rate",
+        ylabel=f"{judge.metric}{f', {unit}' if unit else ''}",
     )
     axes.grid(alpha=0.3)
     _legend(axes)
+
+
+def _draw_level(axes: Axes, summary: Summary, label: str, index: int) -> None:
+    for lr, value in summary.lr_curve:
+        if summary.best is not None and lr == summary.best[0] and value is not None:
+            label = _with_lr(label, summary.method, lr)
+            axes.axhline(value, linestyle=LINES[index], color=COLOURS[index], label=label)
 
 
 def visible(curves: Sequence[Sequence[float]], higher_is_better: bool) -> tuple[float, float]:
@@ -194,24 +226,64 @@ def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) ->
 def lr_figure(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
     """A panel a row of `curves`."""
     lines, styles = rows(summaries), style(summaries)
+    draw = partial(draw_lrs, judge=judge, unit=unit, styles=styles)
+    return _stacked(lines, draw, len(lines) > 1, title)
+
+
+def _stacked(lines: Sequence[Sequence[Summary]], draw: Draw, several: bool, title: str) -> Figure:
     figure = Figure(figsize=(7, 4 * len(lines) + 0.4), layout="constrained")
     for line, (axes,) in zip(lines, figure.subplots(len(lines), 1, squeeze=False), strict=True):
-        draw_lrs(axes, line, judge, unit, styles)
-        _name_row(axes, line, len(lines) > 1)
+        draw(axes, line)
+        _name_row(axes, line, several)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[tuple[Figure, ...]]:
-    """By row: test, training and learning rates, each a figure of its own for a narrow page."""
+def draw_estimates(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int]) -> None:
+    """Estimated learning rates before the schedule, and the best of MADGRAD's search beside."""
+    labels = names(summaries)
+    for summary in summaries:
+        curve, index = summary.estimated_lr(), styles[summary.entry]
+        if curve and summary.best is not None:
+            label = _with_lr(labels[summary.entry], summary.method, summary.best[0])
+            _draw_curve(axes, curve, label, index, log=True)
+        if summary.method == "madgrad" and summary.best is not None and len(summary.lr_curve) > 1:
+            label = f"{labels[summary.entry]}, best lr {summary.best[0]:g}"
+            axes.axhline(summary.best[0], linestyle="--", color=COLOURS[index], label=label)
+    _by_epoch(axes, log=True)
+    axes.set_ylabel("estimated learning rate")
+    _legend(axes)
+
+
+def estimated(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """The rows of `curves` in which something estimates its learning rate."""
+    return [line for line in rows(summaries) if any(s.estimated_lr() for s in line)]
+
+
+def estimate_figure(summaries: Sequence[Summary], title: str) -> Figure:
+    """A panel a row of `estimated`."""
+    draw = partial(draw_estimates, styles=style(summaries))
+    return _stacked(estimated(summaries), draw, len(rows(summaries)) > 1, title)
+
+
+def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[list[Figure]]:
+    """By row: test, training, learning rates and, where there are such, estimated ones.
+
+    Each is a figure of its own, for a narrow page.
+    """
     lines, styles, made = rows(summaries), style(summaries), []
+    draws: list[Draw] = [
+        partial(draw_test, judge=judge, unit=unit, styles=styles),
+        partial(draw_train, styles=styles),
+        partial(draw_lrs, judge=judge, unit=unit, styles=styles),
+        partial(draw_estimates, styles=styles),
+    ]
     for line in lines:
-        figures = tuple(Figure(figsize=(5, 4), layout="constrained") for _ in range(3))
-        test, train, lrs = (figure.subplots() for figure in figures)
-        draw_test(test, line, judge, unit, styles)
-        draw_train(train, line, styles)
-        draw_lrs(lrs, line, judge, unit, styles)
-        for axes in (test, train, lrs):
+        wanted = draws if estimated(line) else draws[:3]
+        figures = [Figure(figsize=(5, 4), layout="constrained") for _ in wanted]
+        for draw, figure in zip(wanted, figures, strict=True):
+            axes = figure.subplots()
+            draw(axes, line)
             _name_row(axes, line, len(lines) > 1)
         made.append(figures)
     return made

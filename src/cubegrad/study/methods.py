@@ -21,10 +21,12 @@ class Method(NamedTuple):
     label: str
     make: Make  # of parameters, lr and weight_decay
     lrs: tuple[float, float]  # the first grid, unless the problem knows better
+    estimates: bool = False  # finds its learning rate itself; `lr` is then a factor of that
 
 
 METHODS: dict[str, Method] = {
     "madgrad": Method("MADGRAD", cubegrad.MADGRAD, (1e-4, 1e-2)),
+    "madgrad-auto": Method("MADGRAD, lr auto", cubegrad.MADGRAD, (1.0, 1.0), estimates=True),
     "mirror-madgrad": Method("MirrorMADGRAD", cubegrad.MirrorMADGRAD, (1e-4, 1e-2)),
     "sgd": Method("SGD", partial(SGD, momentum=0.9), (1e-2, 1.0)),
     "sgd-plain": Method("SGD, no momentum", SGD, (1e-2, 1.0)),
@@ -51,7 +53,26 @@ METHODS: dict[str, Method] = {
 
 
 def make(name: str, params: Iterable[Tensor], lr: float, decay: float) -> Optimizer:
-    return METHODS[name].make(params, lr=lr, weight_decay=decay)
+    method = METHODS[name]
+    if not method.estimates:
+        return method.make(params, lr=lr, weight_decay=decay)
+    optimizer = method.make(params, lr="auto", weight_decay=decay)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return optimizer
+
+
+def estimates(name: str) -> bool:
+    """Also of a name that only another version knows, as a record may have."""
+    return name in METHODS and METHODS[name].estimates
+
+
+def lr_text(name: str, lr: float, found: float | None = None) -> str:
+    """`0.025`; of a method that estimates it `auto (→ 0.0123)`, with a factor `2 × auto (→ …)`."""
+    if not estimates(name):
+        return f"{lr:g}"
+    factor = "" if lr == 1 else f"{lr:g} × "
+    return f"{factor}auto" + ("" if found is None else f" (→ {found:.3g})")
 
 
 @dataclass(frozen=True)

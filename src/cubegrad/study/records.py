@@ -29,6 +29,9 @@ try:
 except ImportError:  # Windows: two sweeps of one directory are then not kept apart
     fcntl = None  # type: ignore[assignment]
 
+# In a run's curve, beside the metrics: a field of its own would spoil the checksums of old records.
+ESTIMATED_LR = "estimated_lr"  # before schedule and factor
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -60,7 +63,8 @@ class Settings:
 class Record:
     settings: Settings
     status: str  # "finished" or "diverged"
-    curve: dict[str, list[float | None]]  # "train_loss" and the metrics, by epoch; None: not finite
+    # By epoch: "train_loss", the metrics and what was estimated; None: not finite.
+    curve: dict[str, list[float | None]]
     seconds: float
     about: dict[str, Any] = field(default_factory=dict)  # the problem: metric, unit, description
     machine: dict[str, Any] = field(default_factory=dict)  # kind, versions, commit, date

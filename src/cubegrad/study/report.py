@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from cubegrad.study import figures, statistics
-from cubegrad.study.methods import METHODS, PAPER, PaperProblem
+from cubegrad.study.methods import METHODS, PAPER, PaperProblem, lr_text
 from cubegrad.study.problem import StudyError
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Estimate, Judge, Summary
@@ -93,7 +93,7 @@ def table(experiment: Experiment) -> Rows:
     labels = figures.names(experiment.summaries)
     rows = [head + (["paper: lr", "decay", "result"] if paper else [])]
     for summary in experiment.summaries:
-        best = [f"{value:g}" for value in summary.best] if summary.best else ["–", "–"]
+        best = _setting(summary)
         results = [
             number(summary.final.get(m), experiment.unit if m == judge.metric else "")
             for m in shown
@@ -103,12 +103,22 @@ def table(experiment: Experiment) -> Rows:
     return rows
 
 
+def _setting(summary: Summary) -> list[str]:
+    if summary.best is None:
+        return ["–", "–"]
+    lr, decay = summary.best
+    found = [point.mean for point in summary.estimated_lr()[-1:]]
+    return [lr_text(summary.method, lr, *found), f"{decay:g}"]
+
+
 def _seeds(summary: Summary) -> str:
     lost = f", {summary.diverged} diverged" if summary.diverged else ""
     return f"{len(summary.seeds)}{lost}"
 
 
 def _search(summary: Summary) -> str:
+    if not summary.searched:
+        return "none"
     lost = f", {summary.search_diverged} diverged" if summary.search_diverged else ""
     edge = f", best {' and '.join(summary.at_edge)} at the edge" if summary.at_edge else ""
     return f"{summary.searched} runs{lost}{edge}"
@@ -149,6 +159,11 @@ def notes(experiment: Experiment) -> list[str]:
         f"last epoch on {split}. Results are means of other seeds than those of the search, where "
         "there are any; ± is 2 standard errors. Train loss is the mean over the last epoch.",
     ]
+    if figures.estimated(experiment.summaries):
+        lines.append(
+            "An lr that is auto is estimated while training and not searched; the value beside it "
+            "is the mean estimate after the last epoch, before the schedule."
+        )
     if any(summary.at_edge for summary in experiment.summaries):
         lines.append("A best value at the edge means that the search met its limit (--widen).")
     if experiment.paper:
@@ -193,12 +208,18 @@ def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ())
     for experiment in found:
         rows, name, lines = table(experiment), experiment.name, notes(experiment)
         arguments = (experiment.summaries, experiment.judge, experiment.unit)
-        n = max(len(summary.seeds) for summary in experiment.summaries)
-        title = f"{experiment.about['description']}: mean of {n} seeds ± 2 standard errors"
+        counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
+        seeds = " or ".join(map(str, counts))
+        title = f"{experiment.about['description']}: mean of {seeds} seeds ± 2 standard errors"
         figures.save(figures.curves(*arguments, title), scratch / f"{name}-curves")
         sensitivity = f"{name}: the search, at each method's best decay"
         figures.save(figures.lr_figure(*arguments, sensitivity), scratch / f"{name}-lr")
         pictures = [f"![curves]({name}-curves.png)", f"![learning rates]({name}-lr.png)"]
+        if figures.estimated(experiment.summaries):
+            heading = f"{name}: estimates after each epoch, before the schedule"
+            rates = figures.estimate_figure(experiment.summaries, heading)
+            figures.save(rates, scratch / f"{name}-estimated-lr")
+            pictures.append(f"![estimated learning rates]({name}-estimated-lr.png)")
         texts.append("\n\n".join([f"# {name}", markdown(rows), *lines, *pictures]))
         pages.append(_section(experiment, rows, lines))
         prints.append(plain(rows))
@@ -215,8 +236,16 @@ def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ())
 
 def _section(experiment: Experiment, rows: Rows, lines: Sequence[str]) -> str:
     drawn = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
-    shapes = "".join(_pair(pair) for *pair, _ in drawn)
-    rates = _pair([last for *_, last in drawn])
+    shapes = "".join(_pair(row[:2]) for row in drawn)
+    rates = _pair(row[2] for row in drawn)
+    found = [figure for row in drawn for figure in row[3:]]
+    if found:
+        rates += (
+            "<p>A level line is a method that estimates its learning rate.</p>"
+            "<h2>The estimated learning rate</h2>"
+            "<p>After each epoch, before the schedule. A dashed level is the best of MADGRAD's "
+            f"search.</p>{_pair(found)}"
+        )
     cells = [[html.escape(cell) for cell in row] for row in rows]
     head = "".join(f"<th>{cell}</th>" for cell in cells[0])
     body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells[1:])

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cubegrad.study.records import Record
+from cubegrad.study.records import ESTIMATED_LR, Record
 
 Setting = tuple[float, float]  # lr, decay
 
@@ -52,11 +52,25 @@ class Summary:
     final: dict[str, Estimate] = field(default_factory=dict)  # after the last epoch, by metric
     curves: dict[str, list[Estimate]] = field(default_factory=dict)  # by metric and epoch
     lr_curve: list[tuple[float, float | None]] = field(default_factory=list)  # at the best decay
-    searched: int = 0
+    searched: int = 0  # runs; none where only one setting was run
     search_diverged: int = 0
     seeds: tuple[int, ...] = ()
     diverged: int = 0  # of the seeds
     at_edge: tuple[str, ...] = ()  # "lr" or "decay": the best value is an end of what was tried
+
+    @property
+    def method(self) -> str:
+        return self.entry.partition("@")[0]
+
+    def estimated_lr(self) -> list[Estimate]:
+        """By epoch, before the schedule, and so what a searched rate may be held against."""
+        if self.best is None:
+            return []
+        curve, factor = self.curves.get(ESTIMATED_LR, []), self.best[0]
+        return [
+            Estimate(p.mean * factor, None if p.error is None else p.error * factor, p.n)
+            for p in curve
+        ]
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -111,7 +125,8 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
     """Of the records of one entry."""
     records = list(records)
     entry, groups = records[0].settings.entry, searched(records)
-    chosen = best(groups, judge)
+    only = _only(groups)
+    chosen = only or best(groups, judge)
     tried = [record for members in groups.values() for record in members]
     failed = sum(record.diverged for record in tried)
     if chosen is None:
@@ -128,12 +143,19 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
         final={name: curve[-1] for name, curve in curves.items()},
         curves=curves,
         lr_curve=lr_curve(groups, chosen[1], judge),
-        searched=len(tried),
-        search_diverged=failed,
+        searched=0 if only else len(tried),
+        search_diverged=0 if only else failed,
         seeds=tuple(record.settings.seed for record in fresh),
         diverged=len(fresh) - len(whole),
         at_edge=_edges(groups, chosen),
     )
+
+
+def _only(groups: dict[Setting, list[Record]]) -> Setting | None:
+    """The one setting there is: no seed chose it, so one that diverged is a result like others."""
+    members = [record for group in groups.values() for record in group]
+    ended = any(not record.diverged for record in members)
+    return next(iter(groups)) if len(groups) == 1 and ended else None
 
 
 def lr_curve(

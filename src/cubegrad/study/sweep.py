@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cubegrad.study import grid as grids
-from cubegrad.study import statistics
+from cubegrad.study import methods, statistics
 from cubegrad.study.grid import Grid
 from cubegrad.study.methods import Entry
 from cubegrad.study.problem import Preset, Problem, StudyError
@@ -54,15 +54,24 @@ class Plan:
         )
 
     def first_lrs(self, entry: Entry) -> tuple[float, ...]:
+        if self.lrs and self._are_for(entry):
+            return self.lrs
         low, high = entry.lrs(self.preset)
+        if low == high:
+            return (low,)
         # √b of a schedule is no value of the grid, so an end may lie between two.
-        values = self.lrs or tuple(self.grid.between(low * (1 - 1e-9), high * (1 + 1e-9)))
+        values = tuple(self.grid.between(low * (1 - 1e-9), high * (1 + 1e-9)))
         if not values:
             raise StudyError(
                 f"the range {low:g} to {high:g} of {entry.method} has no value of the grid; "
                 f"widen it in the preset's lrs, or give --lr"
             )
         return values
+
+    def _are_for(self, entry: Entry) -> bool:
+        """Whether a user means `lrs` for this method too: as factors only if all take factors."""
+        factors = [methods.estimates(other.method) for other in self.entries]
+        return all(factors) or not methods.estimates(entry.method)
 
 
 class Executor(Protocol):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cubegrad.study import methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
-from cubegrad.study.records import Record, Settings, finite, machine
+from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,9 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
         )
     train_loss = total.item() / count
     run.curve["train_loss"].append(finite(train_loss))
+    if methods.estimates(settings.method):  # read once an epoch, as it makes the host wait
+        found = optimizer.estimated_lr()  # type: ignore[attr-defined]
+        run.curve.setdefault(ESTIMATED_LR, []).append(finite(found))
     run.epoch += 1
     if not math.isfinite(train_loss):
         return

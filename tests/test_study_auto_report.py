@@ -1,0 +1,127 @@
+"""What the report says of a method that estimates its learning rate, from hand-made records."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubegrad.study import figures, report
+from cubegrad.study.methods import lr_text
+from cubegrad.study.records import Record, Settings
+
+ABOUT = {
+    "description": "a net", "metric": "accuracy", "higher_is_better": True, "unit": "%",
+    "paper": "CIFAR10",
+}  # fmt: skip
+
+
+def record(
+    method: str, lr: float, seed: int, accuracy: float | None, schedule: str = "flat"
+) -> Record:
+    settings = Settings("p", "gpu", 3, 128, method, schedule, lr, 0.0, seed)
+    if accuracy is None:
+        return Record(settings, "diverged", {"train_loss": [None]}, 1.0, ABOUT, {"date": "d"})
+    curve: dict[str, list[float | None]] = {"train_loss": [2.0, 1.0, 0.5]}
+    if method == "madgrad-auto":
+        curve["estimated_lr"] = [1e-4, 2e-3, 0.01 + 0.002 * seed]
+    curve["accuracy"] = [accuracy - 9, accuracy - 1, accuracy]
+    return Record(settings, "finished", curve, 1.0, ABOUT, {"date": "d"})
+
+
+SWEPT = [record("madgrad", lr, 0, 90 - abs(lr - 0.025)) for lr in (0.01, 0.025, 0.05)]
+FOUND = [record("madgrad-auto", 1.0, seed, 90.0 + seed) for seed in (0, 1, 2)]
+
+
+def test_the_table_has_the_estimate_for_a_learning_rate() -> None:
+    (experiment,) = report.experiments([*SWEPT, *FOUND])
+    _, madgrad, auto = report.table(experiment)
+    assert madgrad[:3] == ["MADGRAD", "0.025", "0"]
+    # Estimates 0.01, 0.012 and 0.014; nothing was chosen, so every seed counts.
+    assert auto[:4] == ["MADGRAD, lr auto", "auto (→ 0.012)", "0", "91.0 ± 1.2"]
+    assert auto[5:7] == ["3", "none"]
+    assert auto[7:] == ["–", "–", "–"]  # the paper has no such method
+    assert "is estimated while training" in "\n".join(report.notes(experiment))
+    (experiment,) = report.experiments(SWEPT)
+    assert "estimated" not in "\n".join(report.notes(experiment))
+
+
+def test_a_factor_is_in_the_learning_rate_that_is_shown() -> None:
+    doubled = [replace(r, settings=replace(r.settings, lr=2.0)) for r in FOUND]
+    (experiment,) = report.experiments(doubled)
+    assert report.table(experiment)[1][1] == "2 × auto (→ 0.024)"
+    points = experiment.summaries[0].estimated_lr()
+    assert [point.mean for point in points] == pytest.approx([2e-4, 4e-3, 0.024])
+    # Deviations ±0.004: variance 1.6e-5, 2 sqrt(1.6e-5 / 3).
+    assert points[2].error == pytest.approx(2 * math.sqrt(1.6e-5 / 3))
+    assert lr_text("madgrad", 2.0) == "2"
+    assert lr_text("of another version", 2.0) == "2"
+
+
+def test_a_seed_that_diverged_is_counted_where_nothing_was_chosen() -> None:
+    (experiment,) = report.experiments([*FOUND, record("madgrad-auto", 1.0, 3, None)])
+    row = report.table(experiment)[1]
+    assert row[1] == "auto (→ 0.012)"
+    assert row[5:7] == ["4, 1 diverged", "none"]
+    (experiment,) = report.experiments([record("madgrad-auto", 1.0, 0, None)])
+    assert report.table(experiment)[1][1:3] == ["–", "–"]
+    assert figures.estimated(experiment.summaries) == []
+
+
+def test_the_plots_of_estimates(tmp_path: Path) -> None:
+    report.write([*SWEPT, *FOUND], tmp_path / "report")
+    svg = (tmp_path / "report" / "p-gpu-estimated-lr.svg").read_text(encoding="utf-8")
+    for words in ("estimated learning rate", "MADGRAD, lr auto", "MADGRAD, best lr 0.025"):
+        assert f">{words}<" in svg
+    assert (tmp_path / "report" / "p-gpu-estimated-lr.png").stat().st_size > 10_000
+    text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "![estimated learning rates](p-gpu-estimated-lr.png)" in text
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert "<h2>The estimated learning rate</h2>" in page
+
+
+def drawn(records: list[Record]) -> tuple[Any, Any]:
+    """The axes of the estimates, and those of the search."""
+    (experiment,) = report.experiments(records)
+    arguments = (experiment.summaries, experiment.judge, "%", "")
+    found = figures.estimate_figure(experiment.summaries, "")
+    return found.axes, figures.lr_figure(*arguments).axes
+
+
+def test_what_is_drawn_of_an_estimate() -> None:
+    (found,), (search,) = drawn([*SWEPT, *FOUND])
+    best, mean = found.lines
+    assert (list(best.get_ydata()), best.get_linestyle()) == ([0.025, 0.025], "--")
+    assert list(mean.get_ydata()) == pytest.approx([1e-4, 2e-3, 0.012])
+    assert found.get_yscale() == "log"
+    # On the axis of learning rates a factor has no place: the result is a level.
+    assert list(search.lines[1].get_ydata()) == [91.0, 91.0]
+    assert search.get_xlabel() == "learning rate"
+    low, high = search.get_ylim()
+    assert low < 89.975 < 91.0 < high
+
+
+def test_one_rate_that_was_tried_is_no_best_one() -> None:
+    (found,), _ = drawn([SWEPT[0], *FOUND])
+    assert len(found.lines) == 1
+
+
+def test_factors_alone_have_an_axis_of_their_own() -> None:
+    factors = [record("madgrad-auto", factor, 0, 90 - factor) for factor in (0.5, 1.0, 2.0)]
+    _, (search,) = drawn(factors)
+    assert search.get_xlabel() == "factor of the estimated learning rate"
+    assert list(search.lines[0].get_xdata()) == [0.5, 1.0, 2.0]
+
+
+def test_each_schedule_has_a_panel_if_something_is_estimated_under_it() -> None:
+    other = [record("madgrad", lr, 0, 90.0, "sqrt:4") for lr in (0.1, 0.25)]
+    panels, searches = drawn([*SWEPT, *FOUND, *other])
+    assert (len(panels), len(searches)) == (1, 2)
+    assert panels[0].get_title(loc="left") == "flat"
+    more = [record("madgrad-auto", 2.0, seed, 90.0, "sqrt:4") for seed in (0, 1)]
+    panels, _ = drawn([*SWEPT, *FOUND, *other, *more])
+    assert [axes.get_title(loc="left") for axes in panels] == ["flat", "sqrt:4"]
+    labels = [text.get_text() for text in panels[1].get_legend().get_texts()]
+    assert labels == ["MADGRAD, best lr 0.1", "MADGRAD, lr auto, factor 2"]
