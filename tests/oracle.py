@@ -4,7 +4,7 @@ Beside each result stands its size: what was added up to make it, carried throug
 order. A rounding error of the result is relative to that, not to what cancellation leaves.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class Settings:
     def shrink(self) -> float:
         if self.decoupled_lr:
             return 1 - self.weight_decay * self.lr / self.first_lr
-        return 1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+        return max(0.0, 1 - self.lr * self.weight_decay) if self.decoupled_weight_decay else 1.0
 
 
 def quotient(numerator: Array, denominator: Array) -> Array:
@@ -93,6 +93,43 @@ class Madgrad:
 
     def state(self) -> dict[str, Array]:
         return {"grad_sum": self.s, "grad_sq_sum": self.nu, "initial_param": self.x0}
+
+
+@dataclass
+class Estimate:
+    """An estimated learning rate, for several parameters that are stepped together."""
+
+    runs: list[Madgrad]
+    distance: float = 0.0
+    scale: float = 0.0
+    agreement: float = 0.0
+    weight_sum: float = 0.0
+
+    @property
+    def lr(self) -> float:
+        return float(self.distance**1.5 / np.sqrt(self.scale**1.5))
+
+    def mean(self, arrays: list[Array]) -> float:
+        return float(sum(a.sum() for a in arrays) / sum(run.x.size for run in self.runs))
+
+    def step(self, grads: list[Array], o: Settings, factor: float = 1.0) -> None:
+        effective = [o.gradient(r.x, g)[0] for r, g in zip(self.runs, grads, strict=True)]
+        if not self.distance:
+            self.distance = max(1e-6, 0.01 * np.sqrt(self.mean([r.x**2 for r in self.runs])))
+            self.scale = self.mean([np.abs(g) ** (2 / 3) for g in effective])
+        lr = self.lr
+        weight = factor * lr * np.sqrt(self.runs[0].k + 1)
+        for run, g in zip(self.runs, effective, strict=True):
+            self.agreement += weight * float((g * (run.x0 - run.x)).sum())
+        self.weight_sum += weight
+        for run, g in zip(self.runs, grads, strict=True):
+            run.step(g, replace(o, lr=factor * lr, first_lr=lr))
+        norm = sum(np.abs(run.s).sum() for run in self.runs)
+        if norm > 0:
+            self.distance = max(self.distance, self.agreement / norm)
+        if self.weight_sum > 0:
+            roots = [np.cbrt(run.nu) for run in self.runs]
+            self.scale = self.mean(roots) / self.weight_sum ** (1 / 3)
 
 
 @dataclass

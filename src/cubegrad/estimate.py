@@ -143,8 +143,9 @@ def _first_row(
 
 def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
     """A parameter and its gradient, as the rule will see them."""
-    grad = sharding.gradient(param.grad, param)
-    x, grad = (states.real(t).to(states.dtype_of(param)) for t in (sharding.local(param), grad))
+    pair = (sharding.local(param), sharding.gradient(param.grad, param))
+    x, grad = map(states.real, pair)
+    x, grad = (t.to(states.dtype_of(x)) for t in (x, grad))
     if h.grad_scale is not None:
         grad = grad / h.grad_scale.to(grad.device)
     return x, rule.effective_gradient(h, x, grad)
@@ -182,7 +183,7 @@ def _add_idle(parts: dict[sharding.Spread, Tensor], param: Tensor, state: Any) -
 
 def lr_of(group: Group) -> float:
     """γ without the group's factor, on the host; nan before the first step."""
-    distance, _, scale, *_ = group["estimate"].tolist()
+    distance, _, scale, *_ = group["estimate"].cpu()
     return float(rule.estimated_lr(distance, scale)) if distance > 0 else math.nan
 
 

@@ -135,6 +135,8 @@ def shrink(options: dict[str, Any], lr: Any) -> Any:
     factor = decay_factor(options, lr)
     if hasattr(factor, "clamp"):
         return factor.clamp(min=0)
+    if factor < 0 and options.get("auto_lr"):  # nobody could have known
+        return 0.0
     if factor < 0:
         raise ValueError(
             f"weight_decay={decay} at lr={lr} multiplies the weights by {factor}, which must be "
