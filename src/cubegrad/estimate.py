@@ -122,16 +122,17 @@ def _begun(row: Tensor) -> bool:
 def _first_row(
     groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device
 ) -> Tensor | None:
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    spreads = dict.fromkeys(sharding.spread(p) for group in groups for p in group["params"])
+    sums = {s: torch.zeros(2, dtype=torch.float64, device=device) for s in spreads}
     count = 0
     for group, h in zip(groups, hypers, strict=True):
         for param in group["params"]:
-            if param.grad is None:
-                continue
-            x, grad = _seen(h, param)
-            pair = (rule.first_scale(TorchFunctions, grad), TorchFunctions.total(x * x))
-            totals += sharding.added_up(torch.stack(pair), sharding.spread(param)).to(device)
-            count += coordinates(param)
+            if param.grad is not None:
+                x, grad = _seen(h, param)
+                pair = (rule.first_scale(TorchFunctions, grad), TorchFunctions.total(x * x))
+                sums[sharding.spread(param)] += torch.stack(pair).to(device)
+                count += coordinates(param)
+    totals = torch.stack([sharding.added_up(pair, spread) for spread, pair in sums.items()]).sum(0)
     scale, square = totals / max(1, count)
     if not 0 < scale.item() < float("inf"):
         return None

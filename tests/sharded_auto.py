@@ -1,0 +1,110 @@
+"""Scenarios of test_distributed.py: an estimated learning rate, the same in all processes."""
+
+import os
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import on
+from sharded_nets import assert_close, net, sharded, spread, train, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from cubegrad import MADGRAD, sharding
+
+BACKENDS = [b for b in cases.BACKENDS if "-" not in b.name and not b.interpreted]
+
+
+def same_everywhere(optimizer):
+    mine = optimizer.param_groups[0]["estimate"].clone()
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    return all(torch.equal(mine, other) for other in all_of_them)
+
+
+def check(backend, plain, params, options):
+    """One process with whole parameters, and this one with its share of them."""
+    one, many = (
+        cases.build(cases.MADGRAD, backend, ps, {"lr": "auto", **options}) for ps in (plain, params)
+    )
+    for k in range(6):
+        for i, (p, q) in enumerate(zip(plain, params, strict=True)):
+            if k == 4 and i == 1:  # one that sits out
+                p.grad = q.grad = None
+                continue
+            p.grad = p.detach() + cases.randn(tuple(p.shape), p.dtype, 10 * k + i)
+            q.grad = distribute_tensor(
+                p.grad.clone(), q.device_mesh, q.placements, src_data_rank=None
+            )
+        one.step()
+        with CommDebugMode() as communication:
+            many.step()
+        # Three numbers along each dimension that cuts something; in the first step two before.
+        cuts = sum(len(dims) for _, dims in {sharding.spread(q) for q in params} - {None})
+        assert communication.get_total_counts() == cuts * (2 if k == 0 else 1)
+        assert same_everywhere(many)
+        assert many.estimated_lr() == pytest.approx(one.estimated_lr(), rel=1e-9)
+        for p, q in zip(plain, params, strict=True):
+            assert_close(whole(q), p.detach(), exactly=False)
+
+
+@on(2, 3)
+def the_estimate_is_that_of_one_process():
+    shapes = [(7, 5), (1, 4), (6, 6)]
+    for backend in BACKENDS:
+        for placement, options in (
+            (Shard(0), {}),
+            (Shard(1), {"momentum": 0.0}),
+            (Replicate(), {}),
+        ):
+            plain = [nn.Parameter(cases.randn(s, torch.float64, i)) for i, s in enumerate(shapes)]
+            params = [nn.Parameter(spread(p.detach(), placement)) for p in plain]
+            check(backend, plain, params, {"weight_decay": 0.01, "momentum": momentum})
+
+
+@on(4)
+def parameters_spread_in_several_ways_are_counted_once_each():
+    mesh = init_device_mesh("cpu", (2, 2))
+    ways = [(Replicate(), Shard(0)), (Shard(0), Shard(0)), (Shard(1), Replicate())]
+    for backend in BACKENDS:
+        plain = [nn.Parameter(cases.randn((6, 4), torch.float64, i)) for i in range(3)]
+        params = [
+            nn.Parameter(distribute_tensor(p.detach().clone(), mesh, way, src_data_rank=None))
+            for p, way in zip(plain, ways, strict=True)
+        ]
+        check(backend, plain, params, {})
+
+
+@on(2, 3)
+def fsdp_estimates_and_resumes():
+    folder = Path(os.environ["FOLDER"]) / f"auto-{dist.get_world_size()}"
+    reference = net()
+    single = MADGRAD(reference.parameters(), lr="auto")
+    train(reference, single, steps=range(8))
+    model = sharded(net())
+    optimizer = MADGRAD(model.parameters(), lr="auto")
+    train(model, optimizer, steps=range(5))
+    assert same_everywhere(optimizer)
+    saved_model, saved_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": saved_model, "optimizer": saved_optimizer}, checkpoint_id=folder)
+
+    again = sharded(net(seed=5))
+    resumed = MADGRAD(again.parameters(), lr="auto")
+    into = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
+    dcp.load(into, checkpoint_id=folder)
+    set_state_dict(
+        again, resumed, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+    )
+    for each, its in ((model, optimizer), (again, resumed)):
+        train(each, its, steps=range(5, 8))
+    for p, q, r in zip(model.parameters(), again.parameters(), reference.parameters(), strict=True):
+        assert_close(whole(p), whole(q), exactly=True)
+        assert_close(whole(p), r.detach(), exactly=False)
+    assert resumed.estimated_lr() == optimizer.estimated_lr()
+    assert optimizer.estimated_lr() == pytest.approx(single.estimated_lr(), rel=1e-5)
