@@ -58,11 +58,7 @@ def check(backend, plain, params, options):
 def the_estimate_is_that_of_one_process():
     shapes = [(7, 5), (1, 4), (6, 6)]
     for backend in BACKENDS:
-        for placement, options in (
-            (Shard(0), {}),
-            (Shard(1), {"momentum": 0.0}),
-            (Replicate(), {}),
-        ):
+        for placement, momentum in ((Shard(0), 0.9), (Shard(1), 0.0), (Replicate(), 0.9)):
             plain = [nn.Parameter(cases.randn(s, torch.float64, i)) for i, s in enumerate(shapes)]
             params = [nn.Parameter(spread(p.detach(), placement)) for p in plain]
             check(backend, plain, params, {"weight_decay": 0.01, "momentum": momentum})
