@@ -3,9 +3,11 @@
 f(x) = (1/n) ∑_i loss(a_i·x, b_i) + μ ‖x‖₁, and ξ is a row i drawn uniformly.
 """
 
+import lzma
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch.nn.functional import softplus
 
 from cubegrad import family
 
+A9A = Path(__file__).parents[2] / "shared" / "data" / "a9a.xz"
 MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` looks ten times as long
 
 
@@ -71,6 +74,20 @@ class Problem:
 
     def draw(self, runs: int, generator: torch.Generator) -> Tensor:
         return torch.randint(len(self.rows), (runs,), generator=generator)
+
+
+def a9a() -> Problem:
+    """Logistic regression with a little ℓ1: without it some coordinates of x_* are infinite."""
+    with lzma.open(A9A, "rt") as file:
+        lines = [line.split() for line in file]
+    rows = np.zeros((len(lines), 123))
+    for row, (_, *entries) in zip(rows, lines, strict=True):
+        for entry in entries:
+            place, value = entry.split(":")
+            row[int(place) - 1] = float(value)
+    targets = np.array([float(label) for label, *_ in lines])
+    assert rows.shape == (32_561, 123)
+    return Problem("logistic", torch.from_numpy(rows), torch.from_numpy(targets), penalty=1e-3)
 
 
 def minimise(problem: Problem) -> tuple[Tensor, float]:

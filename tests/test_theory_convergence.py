@@ -3,11 +3,7 @@
 Expectations are means over seeds, so a run's rows are its seeds.
 """
 
-import lzma
-from pathlib import Path
-
 import convex
-import numpy as np
 import pytest
 import torch
 from cases import randn
@@ -18,7 +14,6 @@ from torch import Tensor, nn
 
 from cubegrad import family, theory
 
-A9A = Path(__file__).parents[2] / "shared" / "data" / "a9a.xz"
 RUNS = 16
 
 
@@ -197,19 +192,10 @@ def test_random_instances_stay_under_every_bound(instance, lr_factor):
     check_every_step(problem, x0, lr_factor, 25, runs=64)
 
 
-@pytest.mark.skipif(not A9A.exists(), reason="a9a is not beside the repository")
+@pytest.mark.skipif(not convex.A9A.exists(), reason="a9a is not beside the repository")
 def test_logistic_regression_on_a9a():
     """With a little ℓ1: without it some coordinates run to infinity and there is no x_*."""
-    with lzma.open(A9A, "rt") as file:
-        lines = [line.split() for line in file]
-    rows = np.zeros((len(lines), 123))
-    for row, (_, *entries) in zip(rows, lines, strict=True):
-        for entry in entries:
-            place, value = entry.split(":")
-            row[int(place) - 1] = float(value)
-    targets = np.array([float(label) for label, *_ in lines])
-    assert rows.shape == (32_561, 123)
-    problem = Problem("logistic", torch.from_numpy(rows), torch.from_numpy(targets), penalty=1e-3)
+    problem = convex.a9a()
     x0 = torch.zeros(123).double()
     nearest, gap = check_every_step(problem, x0, 1, 150, runs=8)
     assert nearest < 1

@@ -1,0 +1,82 @@
+"""lr="auto" on convex problems, with solutions from scipy: what is proved, and what is seen."""
+
+import convex
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cubegrad import MADGRAD, theory
+
+STEPS = 300
+
+
+def instance(kind: str, seed: int) -> convex.Problem:
+    """Solutions of size 0.1 to 100, according to the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(60, 8, generator=generator, dtype=torch.float64)
+    scores = rows @ torch.randn(8, generator=generator, dtype=torch.float64) * 10.0 ** (seed - 1)
+    scores = scores + 0.3 * torch.randn(60, generator=generator, dtype=torch.float64)
+    return convex.Problem(kind, rows, scores if kind == "l1" else scores.sign(), penalty=0.01)
+
+
+def descend(
+    problem: convex.Problem, lr: float | str, start: torch.Tensor
+) -> tuple[float, list[float]]:
+    """f at the end of a linear schedule, and D after each step."""
+    x = nn.Parameter(start.clone())
+    optimizer = MADGRAD([x], lr=lr, foreach=False)
+    distances = []
+    for k in range(STEPS):
+        optimizer.param_groups[0]["lr"] = (1.0 if lr == "auto" else lr) * (1 - k / STEPS)
+        optimizer.zero_grad()
+        problem.value(x).backward()
+        optimizer.step()
+        if lr == "auto":
+            distances.append(optimizer.param_groups[0]["estimate"][0].item())
+    return problem.value(x.detach()).item(), distances
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["l1", "hinge", "logistic"])
+def test_the_estimate_stays_below_the_distance(kind: str, seed: int) -> None:
+    problem = instance(kind, seed)
+    best, least = convex.minimise(problem)
+    start = torch.zeros(8, dtype=torch.float64)
+    gap_at_start = problem.value(start).item() - least
+    value, distances = descend(problem, "auto", start)
+    true = best.abs().max().item()
+    assert distances == sorted(distances)
+    assert 0.1 * true < distances[-1] <= true  # proved, and within ten times of it
+    assert distances[STEPS // 4] == distances[-1]  # grown from 1e-6 in the first quarter
+    gap = value - least
+    assert gap < 0.005 * gap_at_start
+    # Below what the theorem promises of its own step size, which knows the distance and G.
+    size = torch.linalg.vector_norm(best).item()
+    assert gap < 0.01 * theory.convergence_bound(
+        STEPS, size, problem.grad_bounds().max().item(), problem.dimension
+    )
+
+
+@pytest.mark.skipif(not convex.A9A.exists(), reason="a9a is not beside the repository")
+def test_logistic_regression_on_a9a() -> None:
+    problem = convex.a9a()
+    best, least = convex.minimise(problem)
+    start = torch.zeros(123, dtype=torch.float64)
+    value, distances = descend(problem, "auto", start)
+    assert 0.02 * best.abs().max().item() < distances[-1] <= best.abs().max().item()
+    assert value - least < 0.02 * (problem.value(start).item() - least)
+
+
+def test_the_gap_to_the_best_fixed_step() -> None:
+    """Where a step size found by search is nearly exact, the estimate is not: it has no horizon."""
+    ratios = []
+    for kind in ("l1", "hinge", "logistic"):
+        problem = instance(kind, 1)
+        _, least = convex.minimise(problem)
+        start = torch.zeros(8, dtype=torch.float64)
+        tried = [descend(problem, float(lr), start)[0] for lr in 10 ** np.arange(-4, 3, 0.5)]
+        found, _ = descend(problem, "auto", start)
+        gap = problem.value(start).item() - least
+        ratios.append((found - min(tried)) / gap)
+    assert max(ratios) < 0.002  # of what there was to gain
