@@ -133,7 +133,7 @@ def distance(xp: Namespace, so_far: Scalar, agreement: Scalar, norm: Scalar) -> 
 
 
 def estimated_lr(distance: Scalar, mean_scale: Scalar) -> Scalar:
-    """The γ whose first step moves a coordinate by about D: (γ H)^{2/3} H^{-1/3} = D."""
+    """The γ whose first step, γ^{2/3} |g|^{1/3}, has the root mean square D."""
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
