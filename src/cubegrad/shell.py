@@ -264,7 +264,8 @@ class Shell(Optimizer):
         self._opt_called = True
         live = [param for param in group["params"] if param.grad is not None]
         layout = states.LAYOUTS[self._method]
-        on_device = group["capturable"] or hasattr(self._backend(group), "Launch")
+        on_device = group["capturable"] or group["auto_lr"]
+        on_device = on_device or hasattr(self._backend(group), "Launch")
         centred = any(
             "initial_param" in self.state[param]
             or states.keeps_initial_param(group["momentum"], param)
