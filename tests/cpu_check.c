@@ -25,7 +25,7 @@ static char *ones(int64_t n, enum kind kind)
 }
 
 static int check(enum method method, int centred, enum kind param, enum kind grad, enum level level,
-                 double shrink, int threads)
+                 double shrink, int threads, int summing)
 {
     enum kind state = param == DOUBLE ? DOUBLE : SINGLE;
     struct row rows[ROWS];
@@ -33,6 +33,7 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
     char *made[ROWS][5];
     const void *grads[ROWS];
     float steps[ROWS] = {0};
+    double sums[SUMS] = {0};
     int wrong = 0;
     for (int i = 0; i < ROWS; i++) {
         const enum kind kinds[] = {param, state, state, state, grad};
@@ -44,8 +45,14 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
         starts[i + 1] = starts[i] + SIZES[i];
     }
     struct job job = {rows, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
-                      method, param, grad, state, level};
-    run_job(&job, NULL, threads);
+                      method, param, grad, state, level, summing ? sums : NULL};
+    wrong += run_job(&job, NULL, threads) != 0;
+    if (summing) { /* x_0 - x_k is 0, or s / (∛ν + ε) */
+        double total = (double)starts[ROWS];
+        wrong += fabs(sums[AGREEMENT] - (centred ? 0 : 0.1 / (1 + 1e-6) * total)) > 1e-6 * total;
+        wrong += fabs(sums[NORM] - (shrink + 0.1) * total) > 1e-6 * total;
+        wrong += fabs(sums[ROOTS] - cbrt(1.1) * total) > 1e-6 * total;
+    }
     for (int i = 0; i < ROWS; i++) {
         wrong += steps[i] != 1;
         for (int64_t k = 1; k < SIZES[i]; k++) /* all elements started alike */
@@ -63,9 +70,9 @@ int main(void)
     for (int level = 0; level <= (int)best_level(); level++)
         for (int param = HALF; param <= DOUBLE; param++)
             for (int grad = HALF; grad <= DOUBLE; grad++)
-                for (int form = 0; form < 3; form++)
-                    wrong += check(form == 2 ? MIRROR_MADGRAD : MADGRAD, form == 0, param, grad,
-                                   level, grad == HALF ? 0.5 : 1, 1 + 2 * form);
+                for (int form = 0; form < 5; form++)
+                    wrong += check(form == 4 ? MIRROR_MADGRAD : MADGRAD, form < 2, param, grad,
+                                   level, grad == HALF ? 0.5 : 1, 1 + form, form % 2);
     const float special[] = {0, -0.0f, INFINITY, NAN, 1e-45f, 3e38f};
     float roots[6];
     for (int level = 0; level <= (int)best_level(); level++)

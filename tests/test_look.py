@@ -114,4 +114,4 @@ def test_same_is_identity():
 
 def test_a_step_refuses_tables_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
-        look.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 1)
+        look.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 1, 0)

@@ -7,6 +7,8 @@
 
 enum kind { HALF, BFLOAT16, SINGLE, DOUBLE };
 enum method { MADGRAD, MIRROR_MADGRAD };
+/* λ⟨g, x_0 - x⟩, ‖s‖₁ and Σ∛ν: the sums of rule.sums. */
+enum sum { AGREEMENT, NORM, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
 /* A tensor: where it and its state lie, and how many elements it has.
@@ -31,6 +33,7 @@ struct job {
     enum method method;
     enum kind param, grad, state;
     enum level level;
+    double *sums; /* NULL, or three numbers to which those of rule.sums are added; MADGRAD only */
 };
 
 typedef void range_function(int64_t begin, int64_t end, void *job);
@@ -40,8 +43,9 @@ typedef int32_t parallel_function(int64_t, int64_t, int64_t, range_function *, v
 /* The best this machine runs. */
 enum level best_level(void);
 
-/* Update everything and count the step. `parallel` may be NULL; then `threads` are made here. */
-void run_job(struct job *job, parallel_function *parallel, int threads);
+/* Update everything and count the step. `parallel` may be NULL; then `threads` are made here.
+   0, or -1 if there is no memory for the sums; then nothing has changed. */
+int run_job(struct job *job, parallel_function *parallel, int threads);
 
 /* Cube roots of `count` numbers of the kind SINGLE or DOUBLE, as a step takes them. */
 void cube_roots(const void *from, void *to, int64_t count, enum kind kind, enum level level);

@@ -55,8 +55,20 @@ class Launch:
             sign /= h.grad_scale.item()
         shrink = 1.0 if h.shrink is None else float(h.shrink)
         numbers = NUMBERS(float(h.lr), float(h.momentum), shrink, h.eps, h.weight_decay, sign)
-        threads = torch.get_num_threads()
-        look.native.step(self.rows, self.starts, table, numbers, *self.kinds, LEVEL, threads)
+        how = (LEVEL, torch.get_num_threads(), 0 if h.sums is None else _address(h.sums))
+        look.native.step(self.rows, self.starts, table, numbers, *self.kinds, *how)
+
+
+def _address(sums: Tensor) -> int:
+    """Where the kernel adds its three sums; it trusts the address."""
+    whole = sums.is_cpu and sums.is_contiguous() and sums.numel() == 3
+    if not whole or sums.dtype != torch.float64:
+        kind = f"{sums.dtype} of shape {tuple(sums.shape)} on {sums.device}"
+        raise ValueError(
+            f"sums are {kind}, and must be three dense float64 numbers on the CPU; "
+            "give torch.zeros(3, dtype=torch.float64)"
+        )
+    return sums.data_ptr()
 
 
 step = functools.partial(step_once, Launch)

@@ -1,6 +1,7 @@
 /* The loops of a step, for one real type at one level of instructions. cpu_level.h includes this
    file for each type. But for the last bit of the cube root every level rounds alike, since the
-   compiler may not contract a product and a sum. */
+   compiler may not contract a product and a sum. All that a loop calls is INLINE: left to choose,
+   the compiler made a call of a cube root, and no vectors. */
 
 #define PASTE(name, type, level) name##_##type##_##level
 #define EXPAND(name, type, level) PASTE(name, type, level)
@@ -28,22 +29,32 @@
 /* Addresses need not be multiples of the size: a tensor may view the middle of a file. */
 typedef REAL NAME(at) __attribute__((aligned(1), may_alias));
 
-TARGET static inline REAL NAME(from_bits)(BITS bits)
+TARGET INLINE REAL NAME(from_bits)(BITS bits)
 {
     REAL x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-TARGET static inline BITS NAME(to_bits)(REAL x)
+TARGET INLINE BITS NAME(to_bits)(REAL x)
 {
     BITS bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-/* a b + c. Only the cube root may leave the product unrounded, where the machine can. */
-TARGET static inline REAL NAME(fused)(REAL a, REAL b, REAL c)
+TARGET INLINE REAL NAME(size)(REAL x)
+{
+#if WIDE
+    return __builtin_fabs(x);
+#else
+    return __builtin_fabsf(x);
+#endif
+}
+
+/* a b + c. Only the cube root and the sums may leave the product unrounded, where there is such
+   an instruction. */
+TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
 {
 #if !FUSES
     return a * b + c;
@@ -57,7 +68,7 @@ TARGET static inline REAL NAME(fused)(REAL a, REAL b, REAL c)
 /* ∛x for x ≥ 0 within an ulp, with no division: p = 1/∛x from a guess through the exponent, then
    x p² and a last turn of Newton's rule on its residual. The order of the products keeps each
    within the range of exponents. */
-TARGET static inline REAL NAME(cbrt)(REAL x)
+TARGET INLINE REAL NAME(cbrt)(REAL x)
 {
     const REAL third = (REAL)(1 / 3.0);
     REAL y = x < SMALLEST ? x * UP : x; /* a subnormal number has no exponent to guess by */
@@ -75,9 +86,9 @@ TARGET static inline REAL NAME(cbrt)(REAL x)
 }
 
 /* s / (∛ν + ε), 0 where the denominator cannot be inverted. */
-TARGET static inline REAL NAME(displacement)(REAL s, REAL v, REAL eps)
+TARGET INLINE REAL NAME(displacement)(REAL s, REAL root, REAL eps)
 {
-    REAL inverse = 1 / (NAME(cbrt)(v) + eps);
+    REAL inverse = 1 / (root + eps);
     return s * (inverse == (REAL)INFINITY ? 0 : inverse);
 }
 
@@ -88,6 +99,31 @@ struct NAME(constants) {
     REAL shrink, eps, decay, sign;
 };
 
+/* Sums of up to FOLD elements, side by side: the compiler may not add in another order to make a
+   vector of one sum. */
+struct NAME(lanes) {
+    REAL of[SUMS][LANES];
+};
+
+TARGET INLINE void NAME(add)(struct NAME(lanes) *lanes, int64_t i, REAL weighted, REAL away,
+                             REAL s, REAL root)
+{
+    REAL *agreement = &lanes->of[AGREEMENT][i];
+    *agreement = NAME(fused)(weighted, away, *agreement); /* λ_k ⟨g_k, x_0 - x_k⟩ */
+    lanes->of[NORM][i] += NAME(size)(s);                  /* ‖s_{k+1}‖₁ */
+    lanes->of[ROOTS][i] += root;                          /* Σ ∛ν_{k+1} */
+}
+
+TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *restrict sums)
+{
+    REAL *from = lanes->of[0];
+    double *to = sums->of[0];
+    for (int j = 0; j < SUMS * LANES; j++) {
+        to[j] += from[j];
+        from[j] = 0;
+    }
+}
+
 /* Of gradient, parameter and state, what the step starts from. PLAIN: without decay, maximize or
    a GradScaler, which spares a tenth of the instructions. */
 #define EFFECTIVE(g, p) (plain ? (g) : (g) * h.sign + (p) * h.decay)
@@ -96,14 +132,18 @@ struct NAME(constants) {
 TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
                                  NAME(at) *restrict param, const NAME(at) *restrict grad,
                                  NAME(at) *restrict grad_sum, NAME(at) *restrict grad_sq_sum,
-                                 const NAME(at) *restrict initial_param)
+                                 const NAME(at) *restrict initial_param,
+                                 struct NAME(lanes) *restrict lanes)
 {
     for (int64_t i = 0; i < n; i++) {
         REAL x = SHRUNK(param[i]), x0 = SHRUNK(initial_param[i]);
         REAL g = EFFECTIVE(grad[i], param[i]);
-        REAL s = SHRUNK(grad_sum[i]) + g * h.weight;     /* s_{k+1} = s_k + λ_k g_k */
-        REAL v = grad_sq_sum[i] + g * h.weight * g;      /* ν_{k+1} = ν_k + λ_k g_k² */
-        REAL z = x0 - NAME(displacement)(s, v, h.eps);   /* z_{k+1} = x_0 - s_{k+1} / (∛ν + ε) */
+        REAL s = SHRUNK(grad_sum[i]) + g * h.weight; /* s_{k+1} = s_k + λ_k g_k */
+        REAL v = grad_sq_sum[i] + g * h.weight * g;  /* ν_{k+1} = ν_k + λ_k g_k² */
+        REAL root = NAME(cbrt)(v);
+        REAL z = x0 - NAME(displacement)(s, root, h.eps); /* z_{k+1} = x_0 - s_{k+1} / (∛ν + ε) */
+        if (lanes)
+            NAME(add)(lanes, i, g * h.weight, initial_param[i] - param[i], s, root);
         grad_sum[i] = s;
         grad_sq_sum[i] = v;
         param[i] = x - (x - z) * h.c; /* x_{k+1} = (1-c) x_k + c z_{k+1} */
@@ -114,15 +154,19 @@ TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
 TARGET INLINE void NAME(without_momentum)(int plain, struct NAME(constants) h, int64_t n,
                                           NAME(at) *restrict param, const NAME(at) *restrict grad,
                                           NAME(at) *restrict grad_sum,
-                                          NAME(at) *restrict grad_sq_sum)
+                                          NAME(at) *restrict grad_sq_sum,
+                                          struct NAME(lanes) *restrict lanes)
 {
     for (int64_t i = 0; i < n; i++) {
         REAL x = SHRUNK(param[i]);
         REAL g = EFFECTIVE(grad[i], param[i]);
         REAL s = SHRUNK(grad_sum[i]) + g * h.weight;
         REAL v = grad_sq_sum[i] + g * h.weight * g;
-        REAL old = SHRUNK(NAME(displacement)(grad_sum[i], grad_sq_sum[i], h.eps));
-        REAL move = NAME(displacement)(s, v, h.eps) - old;
+        REAL old = NAME(displacement)(grad_sum[i], NAME(cbrt)(grad_sq_sum[i]), h.eps);
+        REAL root = NAME(cbrt)(v);
+        REAL move = NAME(displacement)(s, root, h.eps) - SHRUNK(old);
+        if (lanes)
+            NAME(add)(lanes, i, g * h.weight, old, s, root); /* old is x_0 - x_k */
         grad_sum[i] = s;
         grad_sq_sum[i] = v;
         param[i] = x - move; /* x_{k+1} = z_{k+1} */
@@ -137,7 +181,7 @@ TARGET INLINE void NAME(mirror_madgrad)(int plain, struct NAME(constants) h, int
         REAL x = SHRUNK(param[i]);
         REAL g = EFFECTIVE(grad[i], param[i]);
         REAL v = grad_sq_sum[i] * h.fade + g * g; /* ν_{k+1} = √(k/(k+1)) ν_k + g_k² */
-        REAL move = NAME(displacement)(g * h.weight, v, h.eps);
+        REAL move = NAME(displacement)(g * h.weight, NAME(cbrt)(v), h.eps);
         REAL z = SHRUNK(dual[i]) - (move + 0); /* z_{k+1} = z_k - γ (k+1)^{1/3} g_k / (∛ν + ε) */
         grad_sq_sum[i] = v;
         dual[i] = z;
@@ -150,14 +194,28 @@ TARGET INLINE void NAME(update)(int plain, const struct job *job, struct NAME(co
                                 int64_t n, NAME(at) *param, const NAME(at) *grad, NAME(at) *a,
                                 NAME(at) *b, NAME(at) *c)
 {
-    if (job->method == MIRROR_MADGRAD) {
+    if (job->method == MIRROR_MADGRAD)
         NAME(mirror_madgrad)(plain, h, n, param, grad, a, b);
-    } else if (c == NULL) {
-        NAME(without_momentum)(plain, h, n, param, grad, a, b);
+    else if (c == NULL)
+        NAME(without_momentum)(plain, h, n, param, grad, a, b, NULL);
+    else
+        NAME(madgrad)(plain, h, n, param, grad, a, b, c, NULL);
+}
+
+/* The same, MADGRAD only, in strips as wide as the lanes. */
+TARGET INLINE void NAME(update_and_add)(int plain, struct NAME(constants) h, int64_t n,
+                                        NAME(at) *param, const NAME(at) *grad, NAME(at) *a,
+                                        NAME(at) *b, NAME(at) *c, struct NAME(lanes) *lanes)
+{
+    int64_t i = 0, rest = n % LANES;
+    if (c == NULL) {
+        for (; i < n - rest; i += LANES)
+            NAME(without_momentum)(plain, h, LANES, param + i, grad + i, a + i, b + i, lanes);
+        NAME(without_momentum)(plain, h, rest, param + i, grad + i, a + i, b + i, lanes);
     } else {
-        NAME(madgrad)(plain, h, n, param, grad, a, b, c);
-        for (int64_t i = 0; i < n && h.shrink != 1; i++)
-            c[i] *= h.shrink;
+        for (; i < n - rest; i += LANES)
+            NAME(madgrad)(plain, h, LANES, param + i, grad + i, a + i, b + i, c + i, lanes);
+        NAME(madgrad)(plain, h, rest, param + i, grad + i, a + i, b + i, c + i, lanes);
     }
 }
 
@@ -196,7 +254,8 @@ TARGET static void NAME(store)(char *restrict to, const REAL *restrict from, enu
 }
 
 /* Elements begin..end of one tensor. */
-TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end)
+TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end,
+                                  struct lanes *sums)
 {
     const struct row *row = &job->rows[index];
     const struct numbers *n = &job->numbers;
@@ -212,6 +271,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     };
     int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
     REAL x[CHUNK], g[CHUNK];
+    struct NAME(lanes) lanes = {0};
     for (int64_t at = begin; at < end; at += CHUNK) {
         int64_t count = at + CHUNK < end ? CHUNK : end - at;
         char *param = (char *)row->param + at * WIDTH[job->param];
@@ -237,12 +297,20 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
             NAME(load)(g, grad, job->grad, count);
             gradient = g;
         }
-        if (plain)
+        if (plain && sums)
+            NAME(update_and_add)(1, h, count, p, gradient, a, b, c, &lanes);
+        else if (plain)
             NAME(update)(1, job, h, count, p, gradient, a, b, c);
+        else if (sums)
+            NAME(update_and_add)(0, h, count, p, gradient, a, b, c, &lanes);
         else
             NAME(update)(0, job, h, count, p, gradient, a, b, c);
+        for (int64_t i = 0; c && i < count && h.shrink != 1; i++)
+            c[i] *= h.shrink;
         if (job->param != job->state)
             NAME(store)(param, x, job->param, count);
+        if (sums && (at + CHUNK >= end || (at - begin) % FOLD == FOLD - CHUNK))
+            NAME(fold)(&lanes, sums);
     }
 }
 

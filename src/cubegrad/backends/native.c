@@ -242,17 +242,20 @@ static PyObject *same(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(step_doc,
-             "step(rows, starts, grads, numbers, method, param, grad, state, level, threads)\n\n"
-             "One step over all rows, as cpu.h lays them out. Who calls answers for the\n"
+             "step(rows, starts, grads, numbers, method, param, grad, state, level, threads,\n"
+             "     sums)\n\n"
+             "One step over all rows, as cpu.h lays them out. `sums` is the address of three\n"
+             "doubles, to which those of rule.sums are added, or 0. Who calls answers for the\n"
              "addresses; the sizes of the tables are checked here.");
 
 static PyObject *step(PyObject *self, PyObject *args)
 {
     (void)self;
     Py_buffer rows, starts, grads, numbers;
-    int method, param, grad, state, level, threads;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiii", &rows, &starts, &grads, &numbers, &method, &param,
-                          &grad, &state, &level, &threads))
+    int method, param, grad, state, level, threads, result = 0;
+    unsigned long long sums;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiiiK", &rows, &starts, &grads, &numbers, &method,
+                          &param, &grad, &state, &level, &threads, &sums))
         return NULL;
     int64_t count = grads.len / (int64_t)sizeof(void *);
     int sound = count > 0 && rows.len == count * (int64_t)sizeof(struct row) &&
@@ -260,13 +263,14 @@ static PyObject *step(PyObject *self, PyObject *args)
                 numbers.len == sizeof(struct numbers) && (unsigned)method <= MIRROR_MADGRAD &&
                 (unsigned)param <= DOUBLE && (unsigned)grad <= DOUBLE &&
                 (state == SINGLE || state == DOUBLE) && (param == state || param < SINGLE) &&
-                level >= 0 && level <= (int)best_level();
+                level >= 0 && level <= (int)best_level() && (sums == 0 || method == MADGRAD);
     if (sound) {
         struct job job = {rows.buf, starts.buf, grads.buf, count, .method = method,
-                          .param = param, .grad = grad, .state = state, .level = level};
+                          .param = param, .grad = grad, .state = state, .level = level,
+                          .sums = (double *)(uintptr_t)sums};
         memcpy(&job.numbers, numbers.buf, sizeof job.numbers);
         PyThreadState *saved = PyEval_SaveThread();
-        run_job(&job, forked ? NULL : torch.parallel, threads);
+        result = run_job(&job, forked ? NULL : torch.parallel, threads);
         PyEval_RestoreThread(saved);
     }
     PyBuffer_Release(&rows);
@@ -277,6 +281,8 @@ static PyObject *step(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "step: the tables do not fit each other");
         return NULL;
     }
+    if (result != 0)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
