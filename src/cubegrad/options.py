@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SWEEP = "1e-2 is the default; sweep powers of two around it"
+SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
 REMEDY = {
     "lr": SWEEP,
     "learning_rate": SWEEP,
@@ -51,11 +51,9 @@ def _one_number(name: str, value: Any, remedy: str) -> float:
 
 
 def auto_lr(method: str, lr: Any) -> bool:
-    """Whether lr is to be estimated; refuses words that do not mean that."""
-    if not isinstance(lr, str):
+    """Whether lr is to be estimated; refuses it where it cannot be."""
+    if not isinstance(lr, str) or lr != "auto":
         return False
-    if lr != "auto":
-        raise ValueError(f"lr={lr!r} must be a number or 'auto'; {REMEDY['lr']}")
     if method != "madgrad":
         raise ValueError(
             "lr='auto' is MADGRAD's alone: it is estimated from the sum of the gradients, which "
