@@ -4,9 +4,8 @@ One estimate serves all groups; a group's own `lr` is a factor on it. All of it 
 device, so that no step but the first waits for them.
 """
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,55 +35,111 @@ class Estimate:
             group["estimate"] = row
             spreads = dict.fromkeys(map(sharding.spread, group["params"]))
             self.parts.append({s: torch.zeros_like(sums) if s else sums for s in spreads})
+        self.counts = [0] * len(groups)  # coordinates that have been stepped
+        self.idle: list[list[Tensor]] = [[] for _ in groups]  # which have been, and are not now
 
     def belongs_to(self, groups: Sequence[Group]) -> bool:
         return len(groups) == len(self.rows) and all(
             group["estimate"] is row for group, row in zip(groups, self.rows, strict=True)
         )
 
-    def renewed(self) -> Tensor:
+    def renewed(self) -> float | Tensor:
         """γ for the step that begins, without any group's factor, and sums that start at 0."""
         self.sums.zero_()
-        for spread, sums in self._cut_up():
-            if spread is not None:
-                sums.zero_()
-        return self._lr()
-
-    def _cut_up(self) -> list[tuple[sharding.Spread, Tensor]]:
-        return [item for part in self.parts for item in part.items()]
-
-    def _lr(self) -> Tensor:
+        for part in self.parts:
+            for spread, sums in part.items():
+                if spread is not None:
+                    sums.zero_()
+        if self._on_host():
+            return lr_of(self.values[0])
         distance, _, scale, *_ = self.values[0]
         lr: Tensor = rule.estimated_lr(distance, scale)
         return lr
 
-    @torch.no_grad()
-    def advance(self, factors: Sequence[Any], counts: Sequence[int], found_inf: Any) -> None:
-        """One step on, after every group has added its sums; nothing changes where inf was found.
+    def _on_host(self) -> bool:
+        return self.values.device.type == "cpu" and not torch.compiler.is_compiling()
 
-        `counts` are the coordinates of each group that have been stepped so far.
-        """
+    @torch.no_grad()
+    def advance(self, factors: Sequence[Any], found_inf: Any) -> None:
+        """One step on, after every group has added its sums; not where inf was found."""
         for total, part in zip(self.sums, self.parts, strict=True):
             for spread, sums in part.items():
                 if spread is not None:
                     total += sharding.added_up(sums, spread)
+        if self._on_host():
+            if found_inf is None or not found_inf.item():
+                self._advance_on_host([float(factor) for factor in factors])
+            return
         device = self.values.device
-        distance, agreement, scale, weight_sum, step = self.values.unbind(1)
-        agreements, norms, roots = self.sums.unbind(1)
-        lr = self._lr() * _vector(factors, device)
-        weight_sum = weight_sum + rule.step_weight(lr, step)  # Σ λ_k
-        # A group whose factor has been 0 so far has neither weights nor a scale.
-        weighted = weight_sum > 0
-        scales = rule.gradient_scale(roots, torch.where(weighted, weight_sum, 1.0))
-        count = torch.where(weighted, _vector(counts, device), 0.0).sum()
-        mean = torch.where(weighted, scales, 0.0).sum() / count
-        agreement = agreement + agreements.sum()
-        distance = rule.distance(TorchFunctions, distance, agreement, norms.sum())
-        scale = torch.where(count > 0, mean, scale)
-        new = torch.stack((distance, agreement, scale, weight_sum, step + 1), dim=1)
+        factors = [f.to(device) if isinstance(f, Tensor) else f for f in factors]
+        rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
+        new = torch.stack(
+            [torch.stack(r) for r in _moved(Scalars, rows, totals, factors, self.counts)]
+        )
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
+
+    def _advance_on_host(self, factors: Sequence[float]) -> None:
+        """In Python's numbers, a tenth of the time that tensors of one number take."""
+        rows, totals = self.values.tolist(), self.sums.tolist()
+        try:
+            new = _moved(Numbers, rows, totals, factors, self.counts)
+        except (OverflowError, ZeroDivisionError):  # where tensors say inf
+            tensors = [[row.unbind() for row in table] for table in (self.values, self.sums)]
+            moved = _moved(Scalars, tensors[0], tensors[1], factors, self.counts)
+            new = [[float(v) for v in row] for row in moved]
+        self.values.copy_(torch.tensor(new, dtype=torch.float64))
+
+
+class Scalars(TorchFunctions):
+    """The rule's functions of tensors of one number."""
+
+    @staticmethod
+    def where(condition: Tensor, a: Tensor, b: Tensor | float) -> Tensor:
+        return torch.where(condition, a, b)
+
+
+class Numbers:
+    """And of Python's own."""
+
+    @staticmethod
+    def quotient(numerator: float, denominator: float) -> float:
+        return numerator / denominator if denominator > 0 else 0.0
+
+    @staticmethod
+    def larger(a: float, b: float) -> float:
+        return b if b > a else a  # a where b is NaN
+
+    @staticmethod
+    def where(condition: bool, a: float, b: float) -> float:
+        return a if condition else b
+
+
+def _moved(
+    xp: Any,
+    rows: Sequence[Sequence[Any]],
+    sums: Sequence[Sequence[Any]],
+    factors: Sequence[Any],
+    counts: Sequence[int],
+) -> list[list[Any]]:
+    """The rows after a step with these sums: one estimate, and each group's sum of weights."""
+    distance, agreement, scale, _, step = rows[0]
+    lr = rule.estimated_lr(distance, scale)
+    weight_sums, scales, coordinates = [], 0.0, 0
+    for row, (_, _, root_sum), factor, count in zip(rows, sums, factors, counts, strict=True):
+        weight_sum = row[3] + rule.step_weight(lr * factor, step)  # Σ λ_k
+        # A group whose factor has been 0 so far has neither weights nor a scale.
+        weighted = weight_sum > 0
+        one = xp.where(weighted, weight_sum, 1.0)
+        scales = scales + xp.where(weighted, rule.gradient_scale(root_sum, one), 0.0)
+        coordinates = coordinates + weighted * count
+        weight_sums.append(weight_sum)
+    known = coordinates > 0
+    scale = xp.where(known, scales / (coordinates + (coordinates == 0)), scale)
+    agreement = agreement + sum(row[0] for row in sums)
+    distance = rule.distance(xp, distance, agreement, sum(row[1] for row in sums))
+    return [[distance, agreement, scale, weight_sum, step + 1] for weight_sum in weight_sums]
 
 
 @torch.no_grad()
@@ -157,18 +212,24 @@ def advance(
     groups: Sequence[Group],
     state: Mapping[Tensor, Any],
     hypers: Sequence[Hyper],
+    unchanged: Container[int] = (),
 ) -> None:
-    """Let the estimate, if there is one, take in the sums of a step that all groups have made."""
+    """Let the estimate, if there is one, take in the sums of a step that all groups have made.
+
+    `unchanged` are the groups in which the same parameters have gradients as in the step before.
+    """
     if estimate is None or hypers[0].sums is None:
         return
-    counts = []
-    for group, h in zip(groups, hypers, strict=True):
-        stepped = [param for param in group["params"] if param.grad is not None]
-        idle = [p for p in group["params"] if p.grad is None and state.get(p)] if state else []
-        for param in idle:
+    for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
+        if index not in unchanged:
+            params = group["params"]
+            live = [param for param in params if param.grad is not None]
+            idle = [p for p in params if p.grad is None and state.get(p)] if state else []
+            estimate.counts[index] = sum(map(coordinates, live + idle))
+            estimate.idle[index] = idle
+        for param in estimate.idle[index]:
             _add_idle(h.sums, param, state[param])
-        counts.append(sum(map(coordinates, stepped + idle)))
-    estimate.advance([group["lr"] for group in groups], counts, hypers[0].found_inf)
+    estimate.advance([group["lr"] for group in groups], hypers[0].found_inf)
 
 
 @torch.no_grad()
@@ -182,10 +243,15 @@ def _add_idle(parts: dict[sharding.Spread, Tensor], param: Tensor, state: Any) -
     sums[2] += TorchFunctions.total(TorchFunctions.cbrt(grad_sq_sum)).to(sums.device)
 
 
-def lr_of(group: Group) -> float:
-    """γ without the group's factor, on the host; nan before the first step."""
-    distance, _, scale, *_ = group["estimate"].cpu()
-    return float(rule.estimated_lr(distance, scale)) if distance > 0 else math.nan
+def lr_of(row: Tensor) -> float:
+    """γ without a group's factor, on the host; nan before the first step."""
+    distance, _, scale, *_ = row.tolist()
+    if not distance > 0:
+        return math.nan
+    try:
+        return float(rule.estimated_lr(distance, scale))
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def coordinates(param: Tensor) -> int:
@@ -196,10 +262,3 @@ def _device_of(groups: Sequence[Group]) -> torch.device:
     """Where the numbers live: with the first parameter there is."""
     first = next(param for group in groups for param in group["params"])
     return sharding.local(first).device
-
-
-def _vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers of the host or the device, put together there without waiting for it."""
-    fill = functools.partial(torch.full, (), dtype=torch.float64, device=device)
-    tensors = [n if isinstance(n, Tensor) else fill(n) for n in numbers]
-    return torch.stack([t.to(device, torch.float64).reshape(()) for t in tensors])

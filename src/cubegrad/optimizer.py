@@ -50,7 +50,7 @@ class MADGRAD(Shell):
                 f"estimated_lr() needs lr='auto', and this optimizer has lr={group['lr']}; read "
                 "param_groups[0]['lr']"
             )
-        return estimate.lr_of(group)
+        return estimate.lr_of(group["estimate"])
 
 
 class MirrorMADGRAD(Shell):

@@ -153,10 +153,13 @@ class Shell(Optimizer):
         for group in scratch:
             self._backend(group)
         hypers = self._hypers()
+        unchanged = set()
         for index, (group, h) in enumerate(zip(self.param_groups, hypers, strict=True)):
             if index in ready:
                 left = ready[index].run(_with_sums(h, ready[index].spread))
-                if left:
+                if not left:
+                    unchanged.add(index)
+                else:
                     self._repeated.drop(index)
                     # In the group's order, which is the same in all processes: partial
                     # gradients are added up in it.
@@ -168,7 +171,7 @@ class Shell(Optimizer):
                 self._repeated.keep(index, group, self._prepare(group))
         if scratch:
             self._repeated.remember(self.state)
-        estimate.advance(self._estimate, self.param_groups, self.state, hypers)
+        estimate.advance(self._estimate, self.param_groups, self.state, hypers, unchanged)
 
     def _prepare(self, group: Group) -> Prepared | None:
         backend = self._backend(group)
@@ -308,10 +311,8 @@ class Shell(Optimizer):
             if self._estimate is None:  # no gradient says anything yet, and nothing moves
                 return resting
         lr = self._estimate.renewed()
-        on_host = lr.device.type == "cpu" and not torch.compiler.is_compiling()
-        rate = lr.item() if on_host else lr
         return [
-            self._hyper(group, rate)._replace(sums=part)
+            self._hyper(group, lr)._replace(sums=part)
             for group, part in zip(self.param_groups, self._estimate.parts, strict=True)
         ]
 
