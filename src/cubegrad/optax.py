@@ -11,17 +11,18 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from cubegrad import options, rule, xla
+from cubegrad.optax_checks import (
+    NUMBERS,
+    Schedule,
+    Settings,
+    Tree,
+    check_gradient,
+    check_param,
+    checked,
+)
 from cubegrad.options import Hyper
 
 __all__ = ["MadgradState", "MirrorMadgradState", "madgrad", "mirror_madgrad"]
-
-Tree = Any
-Schedule = Callable[[Array], ArrayLike]
-
-NUMBERS = ("learning_rate", "momentum", "weight_decay", "eps", "reference_lr")
-PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# ν of a float16 gradient of 300 would overflow float16.
-STATE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 class MadgradState(NamedTuple):
@@ -39,25 +40,6 @@ class MirrorMadgradState(NamedTuple):
     count: Array  # type: ignore[assignment]  # k; optax's name for it, and a tuple's method
     grad_sq_sum: Tree  # ν_k
     z: Tree  # z_k
-
-
-class _Settings(NamedTuple):
-    """The arguments, as `madgrad` documents them."""
-
-    learning_rate: ArrayLike | Schedule
-    momentum: ArrayLike | Schedule
-    weight_decay: ArrayLike
-    eps: ArrayLike
-    decoupled_weight_decay: bool
-    decoupled_lr: bool
-    reference_lr: ArrayLike | None
-    maximize: bool
-    mask: Tree | Callable[[Tree], Tree] | None
-    state_dtype: DTypeLike | None
-
-    @property
-    def decoupled(self) -> bool:
-        return self.decoupled_weight_decay or self.decoupled_lr
 
 
 def madgrad(
@@ -92,7 +74,7 @@ def madgrad(
         state_dtype: of the sums s and ν; float32, or the parameter's dtype if that is wider, by
             default. x_0 and z never get less than that.
     """
-    return _transformation(rule.madgrad, MadgradState, _checked(_Settings(**locals())))
+    return _transformation(rule.madgrad, MadgradState, checked(Settings(**locals())))
 
 
 def mirror_madgrad(
@@ -113,16 +95,16 @@ def mirror_madgrad(
     z remembers where it is, so there is no x_0 and nothing pulls back to it. Arguments as for
     `madgrad`, with eps 0 by default.
     """
-    return _transformation(rule.mirror_madgrad, MirrorMadgradState, _checked(_Settings(**locals())))
+    return _transformation(rule.mirror_madgrad, MirrorMadgradState, checked(Settings(**locals())))
 
 
 def _transformation(
     update_rule: Callable[..., tuple[Array, ...]],
     state_type: type[MadgradState] | type[MirrorMadgradState],
-    settings: _Settings,
+    settings: Settings,
 ) -> optax.GradientTransformation:
     def init(params: Tree) -> NamedTuple:
-        jax.tree_util.tree_map_with_path(_check_param, params)
+        jax.tree_util.tree_map_with_path(check_param, params)
         trees = (
             jax.tree.map(partial(_fresh, settings, name), params) for name in state_type._fields[1:]
         )
@@ -138,7 +120,7 @@ def _transformation(
         undecayed = h._replace(weight_decay=0.0, shrink=None)
         results: list[tuple[Array | None, ...]] = []
         for row, decays in zip(rows, _decaying(settings.mask, params), strict=True):
-            _check_gradient(params, len(results), *row[:2])
+            check_gradient(params, len(results), *row[:2])
             results.append(_step(update_rule, h if decays else undecayed, count, *row))
         columns = zip(*results, strict=True) if results else [()] * (1 + len(trees))
         moves, *trees = map(treedef.unflatten, columns)
@@ -180,7 +162,7 @@ def _wide(param: Array) -> Any:
     return jnp.promote_types(param.dtype, jnp.float32)
 
 
-def _fresh(settings: _Settings, name: str, param: ArrayLike) -> Array | None:
+def _fresh(settings: Settings, name: str, param: ArrayLike) -> Array | None:
     """The buffer of this name before the first step; the points are copies, never aliases."""
     param = jnp.asarray(param)
     sums = points = _wide(param)
@@ -202,7 +184,7 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, float | int) and value == 0
 
 
-def _hyper(settings: _Settings, count: Array) -> Hyper:
+def _hyper(settings: Settings, count: Array) -> Hyper:
     """The numbers of this step."""
 
     def now(value: Any) -> Any:
@@ -236,66 +218,3 @@ def _decaying(mask: Any, params: Tree) -> list[bool]:
         mask = mask(params)
     spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), mask, params)
     return jax.tree.leaves(spread)
-
-
-def _checked(settings: _Settings) -> _Settings:
-    """The settings with plain numbers as floats; what is scheduled or traced is not looked at."""
-    known = {}
-    for name in NUMBERS:
-        value = getattr(settings, name)
-        scheduled = name in ("learning_rate", "momentum") and callable(value)
-        traced = isinstance(value, jax.core.Tracer) and value.shape == ()
-        if not (scheduled or traced or value is None):
-            known[name] = options.number(name, value)
-    flags = {
-        "decoupled_weight_decay": settings.decoupled_weight_decay,
-        "decoupled_lr": settings.decoupled_lr,
-    }
-    options.check_numbers(flags | known, lr_name="learning_rate")
-    plain: dict[str, Any] = {
-        k: v for k, v in known.items() if not isinstance(getattr(settings, k), Array)
-    }
-    if settings.decoupled_lr and settings.reference_lr is None:
-        if "learning_rate" not in plain:
-            raise ValueError(
-                "reference_lr=None must be a number > 0 with decoupled_lr=True and a learning_rate "
-                "that is a schedule or an array; use the peak learning rate"
-            )
-        plain["reference_lr"] = known["reference_lr"] = plain["learning_rate"]
-    if set(NUMBERS) <= known.keys():
-        options.shrink(flags | known, known["learning_rate"])
-    _check_state_dtype(settings.state_dtype)
-    return settings._replace(**plain)
-
-
-def _check_state_dtype(dtype: DTypeLike | None) -> None:
-    if dtype is None:
-        return
-    if (name := jnp.dtype(dtype).name) not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={name} must be one of {STATE_DTYPES}; use float32")
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ValueError(
-            f"state_dtype={name} must be enabled in JAX; use float32, or "
-            'jax.config.update("jax_enable_x64", True)'
-        )
-
-
-def _check_param(path: Any, param: ArrayLike) -> None:
-    dtype = jnp.asarray(param).dtype
-    if dtype.name not in PARAM_DTYPES:
-        raise TypeError(
-            f"params{jax.tree_util.keystr(path)} has dtype {dtype}; parameters must be float16, "
-            "bfloat16, float32, float64 or complex: leave it out, with optax.masked or "
-            "equinox.filter(model, equinox.is_inexact_array), or convert it"
-        )
-
-
-def _check_gradient(params: Tree, index: int, param: ArrayLike, grad: ArrayLike | None) -> None:
-    if grad is None or jnp.shape(grad) != jnp.shape(param):
-        path = jax.tree_util.tree_flatten_with_path(params)[0][index][0]
-        found = "None" if grad is None else f"of shape {jnp.shape(grad)}"
-        raise ValueError(
-            f"the gradient of params{jax.tree_util.keystr(path)} is {found}, its parameter of "
-            f"shape {jnp.shape(param)}; give every parameter its gradient, and leave those that "
-            "have none to optax.masked or optax.partition, which count their own steps"
-        )
