@@ -1,7 +1,8 @@
 """The arguments of the optax transformations, and what is refused of them and of their trees."""
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ STATE_DTYPES = ("bfloat16", "float32", "float64")
 class Settings(NamedTuple):
     """The arguments, as `madgrad` documents them."""
 
-    learning_rate: ArrayLike | Schedule
+    learning_rate: ArrayLike | Schedule | Literal["auto"]
     momentum: ArrayLike | Schedule
     weight_decay: ArrayLike
     eps: ArrayLike
@@ -32,10 +33,28 @@ class Settings(NamedTuple):
     maximize: bool
     mask: Tree | Callable[[Tree], Tree] | None
     state_dtype: DTypeLike | None
+    lr_factor: ArrayLike | Schedule | None = None
+
+    @property
+    def auto(self) -> bool:
+        return is_auto(self.learning_rate)
 
     @property
     def decoupled(self) -> bool:
         return self.decoupled_weight_decay or self.decoupled_lr
+
+
+def is_auto(learning_rate: Any) -> bool:
+    return isinstance(learning_rate, str) and learning_rate == "auto"
+
+
+def refuse_auto(learning_rate: Any) -> None:
+    """For the mirror form."""
+    if is_auto(learning_rate):
+        raise ValueError(
+            "learning_rate='auto' must be a number or a schedule in mirror_madgrad, which keeps no "
+            "gradient sum to estimate it from; use madgrad"
+        )
 
 
 def checked(settings: Settings) -> Settings:
@@ -44,8 +63,8 @@ def checked(settings: Settings) -> Settings:
     for name in NUMBERS:
         value = getattr(settings, name)
         scheduled = name in ("learning_rate", "momentum") and callable(value)
-        traced = isinstance(value, jax.core.Tracer) and value.shape == ()
-        if not (scheduled or traced or value is None):
+        estimated = name == "learning_rate" and settings.auto
+        if not (scheduled or estimated or _is_traced(value) or value is None):
             known[name] = options.number(name, value)
     flags = {
         "decoupled_weight_decay": settings.decoupled_weight_decay,
@@ -55,17 +74,47 @@ def checked(settings: Settings) -> Settings:
     plain: dict[str, Any] = {
         k: v for k, v in known.items() if not isinstance(getattr(settings, k), Array)
     }
+    factor = plain["lr_factor"] = _checked_factor(settings)
     if settings.decoupled_lr and settings.reference_lr is None:
-        if "learning_rate" not in plain:
+        if "learning_rate" not in plain and not settings.auto:
             raise ValueError(
                 "reference_lr=None must be a number > 0 with decoupled_lr=True and a learning_rate "
                 "that is a schedule or an array; use the peak learning rate"
             )
-        plain["reference_lr"] = known["reference_lr"] = plain["learning_rate"]
+        reference = 1.0 if settings.auto else plain["learning_rate"]
+        plain["reference_lr"] = known["reference_lr"] = reference
+    if settings.auto and settings.decoupled_lr and isinstance(factor, float):
+        known["learning_rate"] = factor  # this decay knows no other rate
     if set(NUMBERS) <= known.keys():
         options.shrink(flags | known, known["learning_rate"])
     _check_state_dtype(settings.state_dtype)
     return settings._replace(**plain)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer) and value.shape == ()
+
+
+def _checked_factor(settings: Settings) -> Any:
+    """lr_factor, a plain number as a float; 1 if there is none."""
+    factor: Any = settings.lr_factor
+    if factor is None:
+        return 1.0
+    if not settings.auto and not (isinstance(factor, float | int) and factor == 1):
+        raise ValueError(
+            f"lr_factor={factor!r} must be left at 1 with learning_rate="
+            f"{settings.learning_rate!r}; multiply learning_rate by it, or use "
+            'learning_rate="auto", which it is for'
+        )
+    if callable(factor) or _is_traced(factor):
+        return factor
+    try:
+        number = float(factor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"lr_factor={factor!r} must be one number; use 1") from error
+    if not 0 <= number < math.inf:
+        raise ValueError(f"lr_factor={number} must be finite and >= 0; use 1")
+    return factor if isinstance(factor, Array) else number
 
 
 def _check_state_dtype(dtype: DTypeLike | None) -> None:
