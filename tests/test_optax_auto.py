@@ -80,7 +80,6 @@ def scanned(tx, params, grads):
 CASES = {
     "plain": ({}, {}),
     "no momentum": ({"momentum": 0.0}, {"momentum": 0.0}),
-    "coupled decay": ({"weight_decay": 0.1}, {"decay": 0.1}),
     "coupled decay, no momentum": (
         {"weight_decay": 0.1, "momentum": 0.0},
         {"decay": 0.1, "momentum": 0.0},
@@ -97,21 +96,18 @@ CASES = {
         {"weight_decay": 0.01, "decoupled_weight_decay": True, "momentum": 0.0},
         {"shrink": lambda gamma, factor: max(1 - 0.01 * gamma * factor, 0.0), "momentum": 0.0},
     ),
-    "decay apart from lr": (
-        {"weight_decay": 0.01, "decoupled_lr": True},
-        {"shrink": lambda _, factor: 1 - 0.01 * factor},
+    "decay apart from lr, maximize": (
+        {"weight_decay": 0.01, "decoupled_lr": True, "maximize": True},
+        {"shrink": lambda _, factor: 1 - 0.01 * factor, "sign": -1.0},
     ),
-    "maximize": ({"maximize": True}, {"sign": -1.0}),
 }
+WARM_UPS = ("coupled decay, no momentum", "decoupled decay", "decay apart from lr, maximize")
 
 
-WARM_UPS = ("plain", "coupled decay, no momentum", "decoupled decay", "decay apart from lr")
-RUNS = [*((case, False) for case in CASES), *((case, True) for case in WARM_UPS)]
-
-
-@pytest.mark.parametrize(("case", "warm_up"), RUNS)
-def test_50_steps_are_those_of_the_formulas(case, warm_up):
+@pytest.mark.parametrize("case", CASES)
+def test_50_steps_are_those_of_the_formulas(case):
     options, expected = CASES[case]
+    warm_up = case in WARM_UPS
     factors = FACTORS if warm_up else np.ones(STEPS)
     start, grads = drawn(0), drawn(1, 3.0, (STEPS,))
     grads["b"] += 1.0  # what agrees from step to step lets the distance grow
@@ -161,8 +157,7 @@ def trained(tx, loss, start, steps):
     return final[0], each
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
+@pytest.mark.parametrize(("scale", "momentum"), [(1e-3, 0.9), (1e3, 0.9), (1e3, 0.0)])
 def test_the_size_of_the_loss_does_not_matter(scale, momentum):
     tx, start = madgrad("auto", momentum=momentum, eps=0.0), jnp.full(8, 0.1)
     smooth = [lambda x, c=c: c * ((DATA @ (x - SOLUTION)) ** 2).mean() for c in (1.0, scale)]
@@ -171,8 +166,7 @@ def test_the_size_of_the_loss_does_not_matter(scale, momentum):
     np.testing.assert_allclose(scaled, plain, atol=1e-4)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("start", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize(("start", "momentum"), [(0.0, 0.9), (1.0, 0.0), (10.0, 0.0), (10.0, 0.9)])
 def test_on_a_convex_problem_the_distance_is_never_too_large(start, momentum):
     with jax.enable_x64(True):
         x0 = jnp.full(8, start)
@@ -210,19 +204,18 @@ def test_a_start_at_the_origin_has_a_least_distance():
     np.testing.assert_allclose(state.estimate.distance, 1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_complex_number_is_two_coordinates(momentum):
+def test_a_complex_number_is_two_coordinates():
     draw = np.random.default_rng(2)
     pairs = draw.standard_normal((11, 5, 2)).astype(np.float32)
     whole = (pairs[..., 0] + 1j * pairs[..., 1]).astype(np.complex64)
-    tx = madgrad("auto", momentum=momentum, weight_decay=0.1)
+    tx = madgrad("auto", momentum=0.0, weight_decay=0.1)
     (real, _), of_real = scanned(tx, jnp.asarray(pairs[0]), jnp.asarray(pairs[1:]))
     (joint, _), of_joint = scanned(tx, jnp.asarray(whole[0]), jnp.asarray(whole[1:]))
     np.testing.assert_allclose(numbers(joint), real, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(of_joint, of_real, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"state_dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [{"momentum": 0.0}, {"state_dtype": "bfloat16"}])
 def test_half_precision_is_estimated_in_float32(options):
     start = jax.tree.map(lambda v: jnp.asarray(v, jnp.bfloat16), drawn(0))
     grads = jax.tree.map(lambda v: jnp.asarray(v, jnp.bfloat16), drawn(1, 3.0, (20,)))
@@ -283,7 +276,7 @@ def test_derivatives_through_steps_are_those_of_finite_differences():
             return (params**2).sum()
 
         at = (jnp.array([0.5, -1.0, 2.0]), jnp.array([1.0, 2.0, 1.0]), jnp.float64(0.7))
-        check_grads(outcome, at, order=1, modes=("rev", "fwd"), eps=1e-6)
+        check_grads(outcome, at, order=1, modes=("rev",), eps=1e-6)
         slopes = jax.grad(outcome, (0, 1, 2))(jnp.zeros(3), jnp.zeros(3), at[2])
         assert all(bool(jnp.isfinite(slope).all()) for slope in slopes)
 
@@ -353,6 +346,22 @@ def test_sums_are_accurate_and_the_larger_is_a_number():
     assert xla.total(jnp.ones(300, jnp.bfloat16)) == 300
     assert xla.larger(jnp.float32(2.0), jnp.float32(jnp.nan)) == 2
     assert xla.larger(jnp.float32(2.0), jnp.float32(3.0)) == 3
+
+
+def test_large_leaves_are_summed_in_chunks(monkeypatch):
+    tx, later = (madgrad("auto", weight_decay=0.1) for _ in range(2))  # a trace is kept by its tx
+    start, grads = drawn(0), drawn(1, 3.0, (10,))
+    many = jnp.arange(35.0).reshape(7, 5)
+    with jax.enable_x64(True):
+        (whole, _), seen = scanned(tx, start, grads)
+        assert "scan" not in str(jax.make_jaxpr(tx.update)(start, tx.init(start), start))
+        monkeypatch.setattr(xla, "CHUNK", 3)  # 12 numbers are 4 chunks, 8 leave 2 over
+        assert "scan" in str(jax.make_jaxpr(later.update)(start, tx.init(start), start))
+        (cut, _), also_seen = scanned(later, start, grads)
+        (slope,) = jax.grad(lambda x: xla.sums(lambda xp, x: (xp.total(x * x),), x)[0], (0,))(many)
+    np.testing.assert_allclose(flat(cut), flat(whole), rtol=1e-12)
+    np.testing.assert_allclose(also_seen, seen, rtol=1e-12)
+    np.testing.assert_allclose(slope, 2 * many)
 
 
 BAD = [

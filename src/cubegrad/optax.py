@@ -21,7 +21,7 @@ from cubegrad.optax_checks import (
     checked,
     refuse_auto,
 )
-from cubegrad.optax_estimate import Estimate, parts
+from cubegrad.optax_estimate import Estimate, parts, wide
 from cubegrad.options import Hyper
 
 __all__ = [
@@ -165,8 +165,8 @@ def _transformation(
         decaying, size = _decaying(settings.mask, params), optax_estimate.coordinates(params)
         h = _hyper(settings, count)
         if settings.auto:
-            first_scale = partial(_first_scale, h, decaying, rows, size)
-            estimate = optax_estimate.with_scale(estimate, first_scale)
+            leaves = [(_for_leaf(h, d), *row[:2]) for d, row in zip(decaying, rows, strict=True)]
+            estimate = optax_estimate.with_scale(estimate, leaves, size)
             h = _hyper(settings, count, optax_estimate.rate(estimate))
         steps = [
             _step(update_rule, _for_leaf(h, decays), count, settings.auto, *row)
@@ -182,17 +182,6 @@ def _transformation(
         return moves, state_type(optax.safe_increment(count), *trees, *estimates)
 
     return optax.GradientTransformation(init, update)
-
-
-def _first_scale(h: Hyper, decaying: list[bool], rows: list[Any], size: int) -> Array:
-    """The mean over all coordinates of what rule.first_scale sums."""
-    sums = [jnp.zeros([])]
-    for decays, (param, grad, *_) in zip(decaying, rows, strict=True):
-        wide = _wide(jnp.asarray(param))
-        pairs = zip(*(parts(jnp.asarray(v).astype(wide)) for v in (param, grad)), strict=True)
-        leaf = _for_leaf(h, decays)
-        sums += [rule.first_scale(xla, rule.effective_gradient(leaf, *pair)) for pair in pairs]
-    return sum(sums[1:], sums[0]) / size
 
 
 def _for_leaf(h: Hyper, decays: bool) -> Hyper:
@@ -214,15 +203,17 @@ def _step(
     """
     param, grad = jnp.asarray(param), jnp.asarray(grad)
     kept = [buffer for buffer in buffers if buffer is not None]
-    wide = jnp.result_type(_wide(param), *kept)
-    x, *arrays = (array.astype(wide) for array in (param, grad, *kept))
-    real = jnp.finfo(wide).dtype
+    dtype = jnp.result_type(wide(param), *kept)
+    x, *arrays = (array.astype(dtype) for array in (param, grad, *kept))
+    real = jnp.finfo(dtype).dtype
     cast: Any = [v.astype(real) if isinstance(v, Array) else v for v in h]
     numbers = xla, Hyper(*cast), count.astype(real)
     old = list(zip(*map(parts, (x, *arrays)), strict=True))
     results = [update_rule(*numbers, *p) for p in old]
-    pairs = zip(old, results, strict=True) if summed else ()
-    sums = [rule.sums(*numbers, p[0], p[1], p[2:], result[1:]) for p, result in pairs]
+    sums = []
+    for i in range(len(old) if summed else 0):
+        sums.append(optax_estimate.sums(numbers[1:], old[i], results[i][1:]))
+        results[i] = xla.after(sums[i][0], results[i][0], old[i][0]), *results[i][1:]
     new, *values = (lax.complex(*v) if len(v) == 2 else v[0] for v in zip(*results, strict=True))
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
     move = (-(x - new)).astype(param.dtype)
@@ -230,15 +221,10 @@ def _step(
     return (move, *stored, *[None] * (len(buffers) - len(kept))), sums
 
 
-def _wide(param: Array) -> Any:
-    """What is computed in: at least float32, since ν of a float16 gradient of 300 overflows."""
-    return jnp.promote_types(param.dtype, jnp.float32)
-
-
 def _fresh(settings: Settings, name: str, param: ArrayLike) -> Array | None:
     """The buffer of this name before the first step; the points are copies, never aliases."""
     param = jnp.asarray(param)
-    sums = points = _wide(param)
+    sums = points = wide(param)
     if settings.state_dtype is not None:
         points = jnp.promote_types(points, settings.state_dtype)
         # The parts of a complex number cannot be narrower than float32.

@@ -1,13 +1,16 @@
 """What `madgrad(learning_rate="auto")` estimates its learning rate from: four numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from cubegrad import rule, xla
+from cubegrad.options import Hyper
 
 Tree = Any
 
@@ -24,6 +27,11 @@ class Estimate(NamedTuple):
     weight_sum: Array  # Σ_{j<k} λ_j
 
 
+def wide(param: Array) -> Any:
+    """What is computed in: at least float32, since ν of a float16 gradient of 300 overflows."""
+    return jnp.promote_types(param.dtype, jnp.float32)
+
+
 def parts(array: Array) -> tuple[Array, ...]:
     """The real coordinates: a complex number is two."""
     return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
@@ -33,9 +41,9 @@ def parts(array: Array) -> tuple[Array, ...]:
 def first(params: Tree) -> Estimate:
     """Before the first step: D_0 is a hundredth of the root mean square of x_0, at least 1e-6."""
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    wide = (a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in arrays)
+    exact = (a.astype(wide(a)) for a in arrays)
     zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
-    mean = sum((xla.total(v * v) for a in wide for v in parts(a)), zero) / coordinates(params)
+    mean = sum((xla.total(v * v) for a in exact for v in parts(a)), zero) / coordinates(params)
     # The root of the larger has a derivative at x_0 = 0; the larger of the roots has none.
     distance = jnp.sqrt(jnp.maximum(SHARE**2 * mean, LEAST**2)).astype(zero.dtype)
     return Estimate(distance, zero, zero, zero)
@@ -47,14 +55,43 @@ def coordinates(params: Tree) -> int:
     return max(sum(sizes), 1)
 
 
-def with_scale(estimate: Estimate, scale: Callable[[], Array]) -> Estimate:
+def with_scale(
+    estimate: Estimate, leaves: list[tuple[Hyper, ArrayLike, ArrayLike]], size: int
+) -> Estimate:
     """With the scale of the first gradient, if there was none before.
 
-    Only then is it computed: it reads every gradient, which the step itself reads only later.
+    `leaves` are each parameter's numbers, value and gradient. Only then are they looked at: a step
+    needs the gradients once, and this before it.
     """
     so_far = estimate.gradient_scale
-    found = lax.cond(so_far > 0, lambda: so_far, lambda: scale().astype(so_far.dtype))
+
+    def first() -> Array:
+        sums = []
+        for h, param, grad in leaves:
+            dtype = wide(jnp.asarray(param))
+            x, g = (parts(jnp.asarray(value).astype(dtype)) for value in (param, grad))
+            told = partial(_first_sums, h)
+            sums += [value for pair in zip(x, g, strict=True) for value in xla.sums(told, *pair)]
+        return (sum(sums, jnp.zeros_like(so_far)) / size).astype(so_far.dtype)
+
+    found = lax.cond(so_far > 0, lambda: so_far, first)
     return estimate._replace(gradient_scale=found)
+
+
+def _first_sums(h: Hyper, xp: Any, param: Array, grad: Array) -> tuple[Array]:
+    return (rule.first_scale(xp, rule.effective_gradient(h, param, grad)),)
+
+
+def sums(
+    numbers: tuple[Hyper, Array], old: tuple[Array, ...], new: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """rule.sums; `old` are x_k, g_k and the buffers, `new` the buffers after the step."""
+    kept = len(old)
+
+    def told(xp: Any, *arrays: Array) -> tuple[Array, ...]:
+        return rule.sums(xp, *numbers, arrays[0], arrays[1], arrays[2:kept], arrays[kept:])
+
+    return xla.sums(told, *old, *new[:2])
 
 
 def rate(estimate: Estimate) -> Array:

@@ -1,5 +1,9 @@
 """The rule's elementary functions for JAX, right in what XLA's compilers do to them."""
 
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -82,3 +86,48 @@ def total(x: Array) -> Array:
 def larger(a: Array, b: Array) -> Array:
     """The larger of two numbers; the other one if one is NaN."""
     return jnp.fmax(a, b)
+
+
+CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
+NOW = SimpleNamespace(cbrt=cbrt, quotient=quotient, total=total)
+LATER = SimpleNamespace(cbrt=cbrt, quotient=quotient, total=lambda terms: terms)
+
+
+def sums(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
+    """function(xp, *arrays), arrays of one shape, where all that it returns are totals over them.
+
+    On a CPU their terms are added chunk upon chunk. Left to itself XLA stores all terms before it
+    adds them, and to find fresh memory for that takes longer than a step of MADGRAD. With several
+    CPU devices the arrays may be sharded, and cutting would gather them.
+    """
+    plain = partial(function, NOW)
+    if arrays[0].size < 2 * CHUNK or len(jax.devices("cpu")) > 1:
+        return plain(*arrays)
+
+    def by_chunks(*arrays: Array) -> tuple[Array, ...]:
+        flat = [array.ravel() for array in arrays]
+        whole = flat[0].size // CHUNK
+        left_over = plain(*(array[whole * CHUNK :] for array in flat))
+
+        def add(i: Array, so_far: list[Array]) -> list[Array]:
+            chunks = (lax.dynamic_slice(array, (i * CHUNK,), (CHUNK,)) for array in flat)
+            return [a + b for a, b in zip(so_far, function(LATER, *chunks), strict=True)]
+
+        zeros = [jnp.zeros(CHUNK, value.dtype) for value in left_over]
+        added = lax.fori_loop(0, whole, add, zeros)
+        return tuple(a + total(b) for a, b in zip(left_over, added, strict=True))
+
+    chosen: tuple[Array, ...] = lax.platform_dependent(*arrays, cpu=by_chunks, default=plain)
+    return chosen
+
+
+def after(number: Array, new: Array, old: Array) -> Array:
+    """`new`, on a CPU not before `number` is known.
+
+    `old` was read for it and may lie where `new` is written: left to itself XLA copies it first.
+    """
+
+    def wait(number: Array, new: Array, old: Array) -> Array:
+        return jnp.where(number < -jnp.inf, old, new)  # never so, which XLA does not see
+
+    return lax.platform_dependent(number, new, old, cpu=wait, default=lambda _, new, __: new)  # type: ignore[no-any-return]
