@@ -213,7 +213,7 @@ def _step(
     sums = []
     for i in range(len(old) if summed else 0):
         sums.append(optax_estimate.sums(numbers[1:], old[i], results[i][1:]))
-        results[i] = xla.after(sums[i][0], results[i][0], old[i][0]), *results[i][1:]
+        results[i] = xla.not_before(sums[i][0], results[i][0], old[i][0]), *results[i][1:]
     new, *values = (lax.complex(*v) if len(v) == 2 else v[0] for v in zip(*results, strict=True))
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
     move = (-(x - new)).astype(param.dtype)

@@ -101,7 +101,8 @@ def sums(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Ar
     CPU devices the arrays may be sharded, and cutting would gather them.
     """
     plain = partial(function, NOW)
-    if arrays[0].size < 2 * CHUNK or len(jax.devices("cpu")) > 1:
+    sharded = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if sharded or not 2 * CHUNK <= arrays[0].size < 2**31:  # an index is an int32
         return plain(*arrays)
 
     def by_chunks(*arrays: Array) -> tuple[Array, ...]:
@@ -121,7 +122,7 @@ def sums(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Ar
     return chosen
 
 
-def after(number: Array, new: Array, old: Array) -> Array:
+def not_before(number: Array, new: Array, old: Array) -> Array:
     """`new`, on a CPU not before `number` is known.
 
     `old` was read for it and may lie where `new` is written: left to itself XLA copies it first.
