@@ -35,6 +35,7 @@ ADAMW, PEER = "optax.adamw", "optax.contrib.madgrad"
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "cubegrad madgrad": lambda: cubegrad.optax.madgrad(1e-2),
     "cubegrad madgrad momentum=0": lambda: cubegrad.optax.madgrad(1e-2, momentum=0.0),
+    "cubegrad madgrad auto": lambda: cubegrad.optax.madgrad("auto"),
     "cubegrad mirror_madgrad": lambda: cubegrad.optax.mirror_madgrad(1e-2),
     PEER: lambda: optax.contrib.madgrad(1e-2),
     ADAMW: lambda: optax.adamw(1e-3),

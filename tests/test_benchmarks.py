@@ -94,6 +94,7 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     rows = {row["optimizer"]: row for row in report["rows"]}
     assert {name: row["bytes_per_parameter"] for name, row in rows.items()} == {
         "cubegrad madgrad": 32,
+        "cubegrad madgrad auto": 32,
         "cubegrad madgrad momentum=0": 28,
         "cubegrad mirror_madgrad": 28,
         "optax.contrib.madgrad": 32,

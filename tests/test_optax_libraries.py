@@ -15,7 +15,13 @@ optax = pytest.importorskip("optax")
 from jax import numpy as jnp  # noqa: E402
 from jax_cases import same_bits, stepper  # noqa: E402
 
-from cubegrad.optax import MadgradState, MirrorMadgradState, madgrad, mirror_madgrad  # noqa: E402
+from cubegrad.optax import (  # noqa: E402
+    AutoMadgradState,
+    MadgradState,
+    MirrorMadgradState,
+    madgrad,
+    mirror_madgrad,
+)
 
 NAN = float("nan")
 TARGET = jnp.array([3.0, -2.0, 0.5])
@@ -79,7 +85,9 @@ def by_pickle(state, _):
 
 
 @pytest.mark.parametrize("round_trip", [by_msgpack, by_pickle])
-@pytest.mark.parametrize("tx", [madgrad(0.1), madgrad(0.1, momentum=0.0), mirror_madgrad(0.1)])
+@pytest.mark.parametrize(
+    "tx", [madgrad(0.1), madgrad(0.1, momentum=0.0), mirror_madgrad(0.1), madgrad("auto")]
+)
 def test_a_saved_and_resumed_run_equals_the_unbroken_one(tx, round_trip):
     params = {"w": jnp.ones(5), "half": jnp.ones(4, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.arange(p.size, dtype=p.dtype), params)
@@ -87,7 +95,7 @@ def test_a_saved_and_resumed_run_equals_the_unbroken_one(tx, round_trip):
     for k in range(6):
         if k == 3:
             saved = round_trip(state, tx.init(params))
-            assert isinstance(saved, MadgradState | MirrorMadgradState)
+            assert isinstance(saved, MadgradState | MirrorMadgradState | AutoMadgradState)
             resumed, resumed_state = params, saved
         params, state = step(params, state, grads)
         if k >= 3:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,29 @@ import optax
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from cubegrad import options, rule, xla
+from cubegrad import optax_estimate, options, rule, xla
+from cubegrad.optax_checks import (
+    NUMBERS,
+    Schedule,
+    Settings,
+    Tree,
+    check_gradient,
+    check_param,
+    checked,
+    refuse_auto,
+)
+from cubegrad.optax_estimate import Estimate, parts, wide
 from cubegrad.options import Hyper
 
-__all__ = ["MadgradState", "MirrorMadgradState", "madgrad", "mirror_madgrad"]
-
-Tree = Any
-Schedule = Callable[[Array], ArrayLike]
-
-NUMBERS = ("learning_rate", "momentum", "weight_decay", "eps", "reference_lr")
-PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# ν of a float16 gradient of 300 would overflow float16.
-STATE_DTYPES = ("bfloat16", "float32", "float64")
+__all__ = [
+    "AutoMadgradState",
+    "Estimate",
+    "MadgradState",
+    "MirrorMadgradState",
+    "estimated_lr",
+    "madgrad",
+    "mirror_madgrad",
+]
 
 
 class MadgradState(NamedTuple):
@@ -33,6 +44,16 @@ class MadgradState(NamedTuple):
     initial_param: Tree  # x_0
 
 
+class AutoMadgradState(NamedTuple):
+    """As `MadgradState`, and what the learning rate is estimated from."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sum: Tree
+    grad_sq_sum: Tree
+    initial_param: Tree
+    estimate: Estimate
+
+
 class MirrorMadgradState(NamedTuple):
     """k, and trees shaped as the parameters."""
 
@@ -41,27 +62,8 @@ class MirrorMadgradState(NamedTuple):
     z: Tree  # z_k
 
 
-class _Settings(NamedTuple):
-    """The arguments, as `madgrad` documents them."""
-
-    learning_rate: ArrayLike | Schedule
-    momentum: ArrayLike | Schedule
-    weight_decay: ArrayLike
-    eps: ArrayLike
-    decoupled_weight_decay: bool
-    decoupled_lr: bool
-    reference_lr: ArrayLike | None
-    maximize: bool
-    mask: Tree | Callable[[Tree], Tree] | None
-    state_dtype: DTypeLike | None
-
-    @property
-    def decoupled(self) -> bool:
-        return self.decoupled_weight_decay or self.decoupled_lr
-
-
 def madgrad(
-    learning_rate: ArrayLike | Schedule = 1e-2,
+    learning_rate: ArrayLike | Schedule | Literal["auto"] = 1e-2,
     momentum: ArrayLike | Schedule = 0.9,
     weight_decay: ArrayLike = 0.0,
     eps: ArrayLike = 1e-6,
@@ -72,11 +74,13 @@ def madgrad(
     maximize: bool = False,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
+    lr_factor: ArrayLike | Schedule | None = None,
 ) -> optax.GradientTransformation:
     """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi), Algorithm 1.
 
     Args:
-        learning_rate: γ, a number or a schedule. Not comparable to SGD's or Adam's: sweep it.
+        learning_rate: γ, a number or a schedule. Not comparable to SGD's or Adam's: sweep it, or
+            say "auto" and have it estimated in every step (docs/jax.md).
         momentum: 1 - c, in [0, 1), a number or a schedule. A plain 0 keeps no x_0: 8 instead of 12
             bytes of state per float32 parameter (half precision keeps it).
         weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
@@ -91,8 +95,12 @@ def madgrad(
             returns one, as in `optax.adamw`. All of them by default.
         state_dtype: of the sums s and ν; float32, or the parameter's dtype if that is wider, by
             default. x_0 and z never get less than that.
+        lr_factor: what an estimated learning_rate is multiplied by, a number or a schedule; 1 by
+            default. decoupled_lr then decays by lr_factor alone, with a reference_lr of 1.
     """
-    return _transformation(rule.madgrad, MadgradState, _checked(_Settings(**locals())))
+    settings = checked(Settings(**locals()))
+    state_type = AutoMadgradState if settings.auto else MadgradState
+    return _transformation(rule.madgrad, state_type, settings)
 
 
 def mirror_madgrad(
@@ -111,79 +119,112 @@ def mirror_madgrad(
     """The mirror-descent form of MADGRAD, as `cubegrad.MirrorMADGRAD` derives it.
 
     z remembers where it is, so there is no x_0 and nothing pulls back to it. Arguments as for
-    `madgrad`, with eps 0 by default.
+    `madgrad`, with eps 0 by default. No learning rate can be estimated without a sum of gradients.
     """
-    return _transformation(rule.mirror_madgrad, MirrorMadgradState, _checked(_Settings(**locals())))
+    refuse_auto(learning_rate)
+    return _transformation(rule.mirror_madgrad, MirrorMadgradState, checked(Settings(**locals())))
+
+
+def estimated_lr(state: Tree) -> Array:
+    """γ that the next step of `madgrad(learning_rate="auto")` takes, without lr_factor.
+
+    `state` may hold the optimizer's anywhere, as those of `optax.chain` and flax do. The result is
+    0 before the first gradient; a batch of runs has one each.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Estimate))
+    found = [node for node in nodes if isinstance(node, Estimate)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the state has {len(found)} estimates of a learning rate and must have 1; pass the "
+            'state of one madgrad(learning_rate="auto")'
+        )
+    return optax_estimate.rate(found[0])
 
 
 def _transformation(
     update_rule: Callable[..., tuple[Array, ...]],
-    state_type: type[MadgradState] | type[MirrorMadgradState],
-    settings: _Settings,
+    state_type: type[MadgradState] | type[AutoMadgradState] | type[MirrorMadgradState],
+    settings: Settings,
 ) -> optax.GradientTransformation:
+    names = [name for name in state_type._fields if name not in ("count", "estimate")]
+
     def init(params: Tree) -> NamedTuple:
-        jax.tree_util.tree_map_with_path(_check_param, params)
-        trees = (
-            jax.tree.map(partial(_fresh, settings, name), params) for name in state_type._fields[1:]
-        )
-        return state_type(jnp.zeros([], jnp.int32), *trees)
+        jax.tree_util.tree_map_with_path(check_param, params)
+        trees = (jax.tree.map(partial(_fresh, settings, name), params) for name in names)
+        estimates = [optax_estimate.first(params)] if settings.auto else []
+        return state_type(jnp.zeros([], jnp.int32), *trees, *estimates)
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, NamedTuple]:
         if params is None:
             raise ValueError("params=None, but x averages z; call update(grads, state, params)")
         treedef: Any = jax.tree.structure(params)
-        count, *trees = state
-        rows = zip(*map(treedef.flatten_up_to, (params, updates, *trees)), strict=True)
+        count, trees, estimate = state[0], state[1 : 1 + len(names)], state[-1]
+        rows = list(zip(*map(treedef.flatten_up_to, (params, updates, *trees)), strict=True))
+        for index, (param, grad, *_) in enumerate(rows):
+            check_gradient(params, index, param, grad)
+        decaying, size = _decaying(settings.mask, params), optax_estimate.coordinates(params)
         h = _hyper(settings, count)
-        undecayed = h._replace(weight_decay=0.0, shrink=None)
-        results: list[tuple[Array | None, ...]] = []
-        for row, decays in zip(rows, _decaying(settings.mask, params), strict=True):
-            _check_gradient(params, len(results), *row[:2])
-            results.append(_step(update_rule, h if decays else undecayed, count, *row))
-        columns = zip(*results, strict=True) if results else [()] * (1 + len(trees))
-        moves, *trees = map(treedef.unflatten, columns)
-        return moves, state_type(optax.safe_increment(count), *trees)
+        if settings.auto:
+            leaves = [(_for_leaf(h, d), *row[:2]) for d, row in zip(decaying, rows, strict=True)]
+            estimate = optax_estimate.with_scale(estimate, leaves, size)
+            h = _hyper(settings, count, optax_estimate.rate(estimate))
+        steps = [
+            _step(update_rule, _for_leaf(h, decays), count, settings.auto, *row)
+            for decays, row in zip(decaying, rows, strict=True)
+        ]
+        if settings.auto:
+            weight = rule.step_weight(h.lr, count.astype(h.lr.dtype))
+            told = [part for _, sums in steps for part in sums]
+            estimate = optax_estimate.after(estimate, weight, told, size)
+        columns = zip(*(arrays for arrays, _ in steps), strict=True)
+        moves, *trees = map(treedef.unflatten, columns if steps else [()] * (1 + len(names)))
+        estimates = [estimate] if settings.auto else []
+        return moves, state_type(optax.safe_increment(count), *trees, *estimates)
 
     return optax.GradientTransformation(init, update)
+
+
+def _for_leaf(h: Hyper, decays: bool) -> Hyper:
+    return h if decays else h._replace(weight_decay=0.0, shrink=None)
 
 
 def _step(
     update_rule: Callable[..., tuple[Array, ...]],
     h: Hyper,
     count: Array,
+    summed: bool,
     param: ArrayLike,
     grad: ArrayLike,
     *buffers: Array | None,
-) -> tuple[Array | None, ...]:
-    """What to add to the parameter, and its new buffers; both parts of a complex number alike."""
+) -> tuple[tuple[Array | None, ...], list[tuple[Array, ...]]]:
+    """What to add to the parameter, with its new buffers, and rule.sums of each part if `summed`.
+
+    Both parts of a complex number are stepped alike.
+    """
     param, grad = jnp.asarray(param), jnp.asarray(grad)
     kept = [buffer for buffer in buffers if buffer is not None]
-    wide = jnp.result_type(_wide(param), *kept)
-    x, *arrays = (array.astype(wide) for array in (param, grad, *kept))
-    real = jnp.finfo(wide).dtype
+    dtype = jnp.result_type(wide(param), *kept)
+    x, *arrays = (array.astype(dtype) for array in (param, grad, *kept))
+    real = jnp.finfo(dtype).dtype
     cast: Any = [v.astype(real) if isinstance(v, Array) else v for v in h]
-    split = zip(*map(_parts, (x, *arrays)), strict=True)
-    parts = [update_rule(xla, Hyper(*cast), count.astype(real), *part) for part in split]
-    new, *values = (lax.complex(*v) if len(v) == 2 else v[0] for v in zip(*parts, strict=True))
+    numbers = xla, Hyper(*cast), count.astype(real)
+    old = list(zip(*map(parts, (x, *arrays)), strict=True))
+    results = [update_rule(*numbers, *p) for p in old]
+    sums = []
+    for i in range(len(old) if summed else 0):
+        sums.append(optax_estimate.sums(numbers[1:], old[i], results[i][1:]))
+        results[i] = xla.not_before(sums[i][0], results[i][0], old[i][0]), *results[i][1:]
+    new, *values = (lax.complex(*v) if len(v) == 2 else v[0] for v in zip(*results, strict=True))
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
     move = (-(x - new)).astype(param.dtype)
     stored = (value.astype(buffer.dtype) for value, buffer in zip(values, kept, strict=True))
-    return move, *stored, *[None] * (len(buffers) - len(kept))
+    return (move, *stored, *[None] * (len(buffers) - len(kept))), sums
 
 
-def _parts(array: Array) -> tuple[Array, ...]:
-    return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
-
-
-def _wide(param: Array) -> Any:
-    """What is computed in: at least float32, since ν of a float16 gradient of 300 overflows."""
-    return jnp.promote_types(param.dtype, jnp.float32)
-
-
-def _fresh(settings: _Settings, name: str, param: ArrayLike) -> Array | None:
+def _fresh(settings: Settings, name: str, param: ArrayLike) -> Array | None:
     """The buffer of this name before the first step; the points are copies, never aliases."""
     param = jnp.asarray(param)
-    sums = points = _wide(param)
+    sums = points = wide(param)
     if settings.state_dtype is not None:
         points = jnp.promote_types(points, settings.state_dtype)
         # The parts of a complex number cannot be narrower than float32.
@@ -202,8 +243,8 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, float | int) and value == 0
 
 
-def _hyper(settings: _Settings, count: Array) -> Hyper:
-    """The numbers of this step."""
+def _hyper(settings: Settings, count: Array, estimated: ArrayLike = 1.0) -> Hyper:
+    """The numbers of this step; `estimated` is what learning_rate="auto" stands for."""
 
     def now(value: Any) -> Any:
         value = value(count) if callable(value) else value
@@ -212,11 +253,14 @@ def _hyper(settings: _Settings, count: Array) -> Hyper:
         value = jnp.asarray(value)  # 1 - γ wd in bfloat16 would be 1
         return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
-    numbers = {name: now(getattr(settings, name)) for name in NUMBERS}
-    lr, momentum, decay, eps, _ = numbers.values()
+    numbers = {name: now(getattr(settings, name)) for name in NUMBERS if name != "learning_rate"}
+    momentum, decay, eps, _ = numbers.values()
+    given = now(settings.lr_factor if settings.auto else settings.learning_rate)
+    lr = given * estimated if settings.auto else given
     shrink = None
     if settings.decoupled and not _is_zero(decay):
-        factor = options.decay_factor(settings._asdict() | numbers, lr)
+        rate = given if settings.decoupled_lr else lr  # what decays apart from lr needs no estimate
+        factor = options.decay_factor(settings._asdict() | numbers, rate)
         shrink = factor if isinstance(factor, float) else jnp.maximum(factor, 0.0)
     return Hyper(
         lr=lr,
@@ -236,66 +280,3 @@ def _decaying(mask: Any, params: Tree) -> list[bool]:
         mask = mask(params)
     spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: bool(m), below), mask, params)
     return jax.tree.leaves(spread)
-
-
-def _checked(settings: _Settings) -> _Settings:
-    """The settings with plain numbers as floats; what is scheduled or traced is not looked at."""
-    known = {}
-    for name in NUMBERS:
-        value = getattr(settings, name)
-        scheduled = name in ("learning_rate", "momentum") and callable(value)
-        traced = isinstance(value, jax.core.Tracer) and value.shape == ()
-        if not (scheduled or traced or value is None):
-            known[name] = options.number(name, value)
-    flags = {
-        "decoupled_weight_decay": settings.decoupled_weight_decay,
-        "decoupled_lr": settings.decoupled_lr,
-    }
-    options.check_numbers(flags | known, lr_name="learning_rate")
-    plain: dict[str, Any] = {
-        k: v for k, v in known.items() if not isinstance(getattr(settings, k), Array)
-    }
-    if settings.decoupled_lr and settings.reference_lr is None:
-        if "learning_rate" not in plain:
-            raise ValueError(
-                "reference_lr=None must be a number > 0 with decoupled_lr=True and a learning_rate "
-                "that is a schedule or an array; use the peak learning rate"
-            )
-        plain["reference_lr"] = known["reference_lr"] = plain["learning_rate"]
-    if set(NUMBERS) <= known.keys():
-        options.shrink(flags | known, known["learning_rate"])
-    _check_state_dtype(settings.state_dtype)
-    return settings._replace(**plain)
-
-
-def _check_state_dtype(dtype: DTypeLike | None) -> None:
-    if dtype is None:
-        return
-    if (name := jnp.dtype(dtype).name) not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={name} must be one of {STATE_DTYPES}; use float32")
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ValueError(
-            f"state_dtype={name} must be enabled in JAX; use float32, or "
-            'jax.config.update("jax_enable_x64", True)'
-        )
-
-
-def _check_param(path: Any, param: ArrayLike) -> None:
-    dtype = jnp.asarray(param).dtype
-    if dtype.name not in PARAM_DTYPES:
-        raise TypeError(
-            f"params{jax.tree_util.keystr(path)} has dtype {dtype}; parameters must be float16, "
-            "bfloat16, float32, float64 or complex: leave it out, with optax.masked or "
-            "equinox.filter(model, equinox.is_inexact_array), or convert it"
-        )
-
-
-def _check_gradient(params: Tree, index: int, param: ArrayLike, grad: ArrayLike | None) -> None:
-    if grad is None or jnp.shape(grad) != jnp.shape(param):
-        path = jax.tree_util.tree_flatten_with_path(params)[0][index][0]
-        found = "None" if grad is None else f"of shape {jnp.shape(grad)}"
-        raise ValueError(
-            f"the gradient of params{jax.tree_util.keystr(path)} is {found}, its parameter of "
-            f"shape {jnp.shape(param)}; give every parameter its gradient, and leave those that "
-            "have none to optax.masked or optax.partition, which count their own steps"
-        )

@@ -1,0 +1,150 @@
+"""The arguments of the optax transformations, and what is refused of them and of their trees."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from cubegrad import options
+
+Tree = Any
+Schedule = Callable[[Array], ArrayLike]
+
+NUMBERS = ("learning_rate", "momentum", "weight_decay", "eps", "reference_lr")
+PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+# ν of a float16 gradient of 300 would overflow float16.
+STATE_DTYPES = ("bfloat16", "float32", "float64")
+
+
+class Settings(NamedTuple):
+    """The arguments, as `madgrad` documents them."""
+
+    learning_rate: ArrayLike | Schedule | Literal["auto"]
+    momentum: ArrayLike | Schedule
+    weight_decay: ArrayLike
+    eps: ArrayLike
+    decoupled_weight_decay: bool
+    decoupled_lr: bool
+    reference_lr: ArrayLike | None
+    maximize: bool
+    mask: Tree | Callable[[Tree], Tree] | None
+    state_dtype: DTypeLike | None
+    lr_factor: ArrayLike | Schedule | None = None
+
+    @property
+    def auto(self) -> bool:
+        return is_auto(self.learning_rate)
+
+    @property
+    def decoupled(self) -> bool:
+        return self.decoupled_weight_decay or self.decoupled_lr
+
+
+def is_auto(learning_rate: Any) -> bool:
+    return isinstance(learning_rate, str) and learning_rate == "auto"
+
+
+def refuse_auto(learning_rate: Any) -> None:
+    """For the mirror form."""
+    if is_auto(learning_rate):
+        raise ValueError(
+            "learning_rate='auto' must be a number or a schedule in mirror_madgrad, which keeps no "
+            "gradient sum to estimate it from; use madgrad"
+        )
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings with plain numbers as floats; what is scheduled or traced is not looked at."""
+    known = {}
+    for name in NUMBERS:
+        value = getattr(settings, name)
+        scheduled = name in ("learning_rate", "momentum") and callable(value)
+        estimated = name == "learning_rate" and settings.auto
+        if not (scheduled or estimated or _is_traced(value) or value is None):
+            known[name] = options.number(name, value)
+    flags = {
+        "decoupled_weight_decay": settings.decoupled_weight_decay,
+        "decoupled_lr": settings.decoupled_lr,
+    }
+    options.check_numbers(flags | known, lr_name="learning_rate")
+    plain: dict[str, Any] = {
+        k: v for k, v in known.items() if not isinstance(getattr(settings, k), Array)
+    }
+    factor = plain["lr_factor"] = _checked_factor(settings)
+    if settings.decoupled_lr and settings.reference_lr is None:
+        if "learning_rate" not in plain and not settings.auto:
+            raise ValueError(
+                "reference_lr=None must be a number > 0 with decoupled_lr=True and a learning_rate "
+                "that is a schedule or an array; use the peak learning rate"
+            )
+        reference = 1.0 if settings.auto else plain["learning_rate"]
+        plain["reference_lr"] = known["reference_lr"] = reference
+    if settings.auto and settings.decoupled_lr and isinstance(factor, float):
+        known["learning_rate"] = factor  # this decay knows no other rate
+    if set(NUMBERS) <= known.keys():
+        options.shrink(flags | known, known["learning_rate"])
+    _check_state_dtype(settings.state_dtype)
+    return settings._replace(**plain)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer) and value.shape == ()
+
+
+def _checked_factor(settings: Settings) -> Any:
+    """lr_factor, a plain number as a float; 1 if there is none."""
+    factor: Any = settings.lr_factor
+    if factor is None:
+        return 1.0
+    if not settings.auto and not (isinstance(factor, float | int) and factor == 1):
+        raise ValueError(
+            f"lr_factor={factor!r} must be left at 1 with learning_rate="
+            f"{settings.learning_rate!r}; multiply learning_rate by it, or use "
+            'learning_rate="auto", which it is for'
+        )
+    if callable(factor) or _is_traced(factor):
+        return factor
+    try:
+        number = float(factor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"lr_factor={factor!r} must be one number; use 1") from error
+    if not 0 <= number < math.inf:
+        raise ValueError(f"lr_factor={number} must be finite and >= 0; use 1")
+    return factor if isinstance(factor, Array) else number
+
+
+def _check_state_dtype(dtype: DTypeLike | None) -> None:
+    if dtype is None:
+        return
+    if (name := jnp.dtype(dtype).name) not in STATE_DTYPES:
+        raise ValueError(f"state_dtype={name} must be one of {STATE_DTYPES}; use float32")
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"state_dtype={name} must be enabled in JAX; use float32, or "
+            'jax.config.update("jax_enable_x64", True)'
+        )
+
+
+def check_param(path: Any, param: ArrayLike) -> None:
+    dtype = jnp.asarray(param).dtype
+    if dtype.name not in PARAM_DTYPES:
+        raise TypeError(
+            f"params{jax.tree_util.keystr(path)} has dtype {dtype}; parameters must be float16, "
+            "bfloat16, float32, float64 or complex: leave it out, with optax.masked or "
+            "equinox.filter(model, equinox.is_inexact_array), or convert it"
+        )
+
+
+def check_gradient(params: Tree, index: int, param: ArrayLike, grad: ArrayLike | None) -> None:
+    if grad is None or jnp.shape(grad) != jnp.shape(param):
+        path = jax.tree_util.tree_flatten_with_path(params)[0][index][0]
+        found = "None" if grad is None else f"of shape {jnp.shape(grad)}"
+        raise ValueError(
+            f"the gradient of params{jax.tree_util.keystr(path)} is {found}, its parameter of "
+            f"shape {jnp.shape(param)}; give every parameter its gradient, and leave those that "
+            "have none to optax.masked or optax.partition, which count their own steps"
+        )

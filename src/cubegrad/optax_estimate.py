@@ -1,0 +1,121 @@
+"""What `madgrad(learning_rate="auto")` estimates its learning rate from: four numbers."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from cubegrad import rule, xla
+from cubegrad.options import Hyper
+
+Tree = Any
+
+SHARE = 1e-2  # of the weights' size, D_0
+LEAST = 1e-6  # of D_0: weights that start at 0 have no size
+
+
+class Estimate(NamedTuple):
+    """For all parameters together, as they are before step k."""
+
+    distance: Array  # D_k
+    agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩
+    gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
+    weight_sum: Array  # Σ_{j<k} λ_j
+
+
+def wide(param: Array) -> Any:
+    """What is computed in: at least float32, since ν of a float16 gradient of 300 overflows."""
+    return jnp.promote_types(param.dtype, jnp.float32)
+
+
+def parts(array: Array) -> tuple[Array, ...]:
+    """The real coordinates: a complex number is two."""
+    return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
+
+
+@jax.jit  # so that no square is stored
+def first(params: Tree) -> Estimate:
+    """Before the first step: D_0 is a hundredth of the root mean square of x_0, at least 1e-6."""
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+    exact = (a.astype(wide(a)) for a in arrays)
+    zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
+    mean = sum((xla.total(v * v) for a in exact for v in parts(a)), zero) / coordinates(params)
+    # The root of the larger has a derivative at x_0 = 0; the larger of the roots has none.
+    distance = jnp.sqrt(jnp.maximum(SHARE**2 * mean, LEAST**2)).astype(zero.dtype)
+    return Estimate(distance, zero, zero, zero)
+
+
+def coordinates(params: Tree) -> int:
+    """How many real ones there are; 1 if there are none, so that a mean of none is 0."""
+    sizes = (jnp.size(p) * (2 if jnp.iscomplexobj(p) else 1) for p in jax.tree.leaves(params))
+    return max(sum(sizes), 1)
+
+
+def with_scale(
+    estimate: Estimate, leaves: list[tuple[Hyper, ArrayLike, ArrayLike]], size: int
+) -> Estimate:
+    """With the scale of the first gradient, if there was none before.
+
+    `leaves` are each parameter's numbers, value and gradient. Only then are they looked at: a step
+    needs the gradients once, and this before it.
+    """
+    so_far = estimate.gradient_scale
+
+    def first() -> Array:
+        sums = []
+        for h, param, grad in leaves:
+            dtype = wide(jnp.asarray(param))
+            x, g = (parts(jnp.asarray(value).astype(dtype)) for value in (param, grad))
+            told = partial(_first_sums, h)
+            sums += [value for pair in zip(x, g, strict=True) for value in xla.sums(told, *pair)]
+        return (sum(sums, jnp.zeros_like(so_far)) / size).astype(so_far.dtype)
+
+    found = lax.cond(so_far > 0, lambda: so_far, first)
+    return estimate._replace(gradient_scale=found)
+
+
+def _first_sums(h: Hyper, xp: Any, param: Array, grad: Array) -> tuple[Array]:
+    return (rule.first_scale(xp, rule.effective_gradient(h, param, grad)),)
+
+
+def sums(
+    numbers: tuple[Hyper, Array], old: tuple[Array, ...], new: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """rule.sums; `old` are x_k, g_k and the buffers, `new` the buffers after the step."""
+    kept = len(old)
+
+    def told(xp: Any, *arrays: Array) -> tuple[Array, ...]:
+        return rule.sums(xp, *numbers, arrays[0], arrays[1], arrays[2:kept], arrays[kept:])
+
+    return xla.sums(told, *old, *new[:2])
+
+
+def rate(estimate: Estimate) -> Array:
+    """γ of the next step, without a schedule's factor; 0 as long as there was no gradient."""
+    scale = estimate.gradient_scale
+    known = scale > 0
+    gamma = rule.estimated_lr(estimate.distance, jnp.where(known, scale, 1.0))
+    return jnp.where(known, gamma, 0.0)
+
+
+def after(
+    estimate: Estimate, weight: Array, sums: Iterable[tuple[Array, ...]], size: int
+) -> Estimate:
+    """After a step of weight λ_k that told `sums` (rule.sums), over `size` coordinates."""
+    zero = jnp.zeros_like(estimate.distance)
+    told, norm, roots = (sum(column, zero) for column in zip((zero,) * 3, *sums, strict=True))
+    agreement = estimate.agreement + told
+    weight_sum = estimate.weight_sum + weight
+    weighed = weight_sum > 0  # not while a schedule starts at 0
+    scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
+    new = Estimate(
+        rule.distance(xla, estimate.distance, agreement, norm),
+        agreement,
+        jnp.where(weighed, scale, estimate.gradient_scale),
+        weight_sum,
+    )
+    return Estimate(*(v.astype(old.dtype) for v, old in zip(new, estimate, strict=True)))
