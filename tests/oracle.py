@@ -119,6 +119,7 @@ class Estimate:
             self.scale = self.mean([np.abs(g) ** (2 / 3) for g in effective])
         lr = self.lr
         weight = factor * lr * np.sqrt(self.runs[0].k + 1)
+        self.agreement *= replace(o, lr=factor * lr, first_lr=lr).shrink()
         for run, g in zip(self.runs, effective, strict=True):
             self.agreement += weight * float((g * (run.x0 - run.x)).sum())
         self.weight_sum += weight

@@ -55,8 +55,8 @@ def reference(x0, grads, factors, momentum=0.9, decay=0.0, shrink=None, sign=1.0
         gamma = distance**1.5 / np.sqrt(scale**1.5)
         seen.append((distance, gamma))
         weight = factor * gamma * np.sqrt(k + 1)
-        agreement += weight * g @ (origin - x)
         rho = 1.0 if shrink is None else shrink(gamma, factor)
+        agreement = rho * agreement + weight * g @ (origin - x)
         x, origin, s = rho * x, rho * origin, rho * s
         s, v, weights = s + weight * g, v + weight * g * g, weights + weight
         if weight > 0:

@@ -17,7 +17,7 @@ from cubegrad.options import Hyper
 
 Group = dict[str, Any]
 
-# What each group keeps as `estimate`; all but the sum of the weights are the same in all groups.
+# What each group keeps as `estimate`; agreement and weights are its own, the rest is shared by all.
 FIELDS = ("distance", "agreement", "scale", "weight_sum", "step")
 
 
@@ -60,34 +60,36 @@ class Estimate:
         return self.values.device.type == "cpu" and not torch.compiler.is_compiling()
 
     @torch.no_grad()
-    def advance(self, factors: Sequence[Any], found_inf: Any) -> None:
+    def advance(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> None:
         """One step on, after every group has added its sums; not where inf was found."""
+        found_inf = hypers[0].found_inf
         for total, part in zip(self.sums, self.parts, strict=True):
             for spread, sums in part.items():
                 if spread is not None:
                     total += sharding.added_up(sums, spread)
         if self._on_host():
             if found_inf is None or not found_inf.item():
-                self._advance_on_host([float(factor) for factor in factors])
+                self._advance_on_host([float(factor) for factor in factors], hypers)
             return
         device = self.values.device
         factors = [f.to(device) if isinstance(f, Tensor) else f for f in factors]
         rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
         new = torch.stack(
-            [torch.stack(r) for r in _moved(Scalars, rows, totals, factors, self.counts)]
+            [torch.stack(r) for r in _moved(Scalars, rows, totals, factors, self.counts, hypers)]
         )
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
 
-    def _advance_on_host(self, factors: Sequence[float]) -> None:
+    def _advance_on_host(self, factors: Sequence[float], hypers: Sequence[Hyper]) -> None:
         """In Python's numbers, a tenth of the time that tensors of one number take."""
         rows, totals = self.values.tolist(), self.sums.tolist()
         try:
-            new = _moved(Numbers, rows, totals, factors, self.counts)
+            new = _moved(Numbers, rows, totals, factors, self.counts, hypers)
         except (OverflowError, ZeroDivisionError):  # where tensors say inf
-            tensors = [[row.unbind() for row in table] for table in (self.values, self.sums)]
-            moved = _moved(Scalars, tensors[0], tensors[1], factors, self.counts)
+            tensors = ([row.unbind() for row in table] for table in (self.values, self.sums))
+            rows, totals = tensors
+            moved = _moved(Scalars, rows, totals, factors, self.counts, hypers)
             new = [[float(v) for v in row] for row in moved]
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
 
@@ -122,24 +124,26 @@ def _moved(
     sums: Sequence[Sequence[Any]],
     factors: Sequence[Any],
     counts: Sequence[int],
+    hypers: Sequence[Hyper],
 ) -> list[list[Any]]:
-    """The rows after a step with these sums: one estimate, and each group's sum of weights."""
-    distance, agreement, scale, _, step = rows[0]
+    """The rows after a step with these sums."""
+    distance, _, scale, _, step = rows[0]
     lr = rule.estimated_lr(distance, scale)
-    weight_sums, scales, coordinates = [], 0.0, 0
-    for row, (_, _, root_sum), factor, count in zip(rows, sums, factors, counts, strict=True):
+    own, scales, coordinates = [], 0.0, 0
+    told = zip(rows, sums, factors, counts, hypers, strict=True)
+    for row, (newest, _, root_sum), factor, count, h in told:
         weight_sum = row[3] + rule.step_weight(lr * factor, step)  # Σ λ_k
         # A group whose factor has been 0 so far has neither weights nor a scale.
         weighted = weight_sum > 0
         one = xp.where(weighted, weight_sum, 1.0)
         scales = scales + xp.where(weighted, rule.gradient_scale(root_sum, one), 0.0)
         coordinates = coordinates + weighted * count
-        weight_sums.append(weight_sum)
+        own.append((rule.agreement(h, row[1], newest), weight_sum))
     known = coordinates > 0
     scale = xp.where(known, scales / (coordinates + (coordinates == 0)), scale)
-    agreement = agreement + sum(row[0] for row in sums)
+    agreement = sum(mine for mine, _ in own)
     distance = rule.distance(xp, distance, agreement, sum(row[1] for row in sums))
-    return [[distance, agreement, scale, weight_sum, step + 1] for weight_sum in weight_sums]
+    return [[distance, mine, scale, weight_sum, step + 1] for mine, weight_sum in own]
 
 
 @torch.no_grad()
@@ -153,7 +157,7 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     known = [row for row in held if _begun(row)]
     if known:
         joining = known[0].clone()
-        joining[FIELDS.index("weight_sum")] = 0
+        joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
         rows = [row if _begun(row) else joining for row in held]
         return Estimate(groups, torch.stack(rows))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -229,7 +233,7 @@ def advance(
             estimate.idle[index] = idle
         for param in estimate.idle[index]:
             _add_idle(h.sums, param, state[param])
-    estimate.advance([group["lr"] for group in groups], hypers[0].found_inf)
+    estimate.advance([group["lr"] for group in groups], hypers)
 
 
 @torch.no_grad()

@@ -174,8 +174,8 @@ def _transformation(
         ]
         if settings.auto:
             weight = rule.step_weight(h.lr, count.astype(h.lr.dtype))
-            told = [part for _, sums in steps for part in sums]
-            estimate = optax_estimate.after(estimate, weight, told, size)
+            told = [(d, t) for d, (_, sums) in zip(decaying, steps, strict=True) for t in sums]
+            estimate = optax_estimate.after(estimate, h, weight, told, size)
         columns = zip(*(arrays for arrays, _ in steps), strict=True)
         moves, *trees = map(treedef.unflatten, columns if steps else [()] * (1 + len(names)))
         estimates = [estimate] if settings.auto else []

@@ -14,15 +14,12 @@ from cubegrad.options import Hyper
 
 Tree = Any
 
-SHARE = 1e-2  # of the weights' size, D_0
-LEAST = 1e-6  # of D_0: weights that start at 0 have no size
-
 
 class Estimate(NamedTuple):
     """For all parameters together, as they are before step k."""
 
     distance: Array  # D_k
-    agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩
+    agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩: of what has no decoupled decay, and what has
     gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
     weight_sum: Array  # Σ_{j<k} λ_j
 
@@ -44,9 +41,8 @@ def first(params: Tree) -> Estimate:
     exact = (a.astype(wide(a)) for a in arrays)
     zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
     mean = sum((xla.total(v * v) for a in exact for v in parts(a)), zero) / coordinates(params)
-    # The root of the larger has a derivative at x_0 = 0; the larger of the roots has none.
-    distance = jnp.sqrt(jnp.maximum(SHARE**2 * mean, LEAST**2)).astype(zero.dtype)
-    return Estimate(distance, zero, zero, zero)
+    distance = rule.first_distance(xla, mean).astype(zero.dtype)
+    return Estimate(distance, jnp.zeros(2, zero.dtype), zero, zero)
 
 
 def coordinates(params: Tree) -> int:
@@ -103,17 +99,29 @@ def rate(estimate: Estimate) -> Array:
 
 
 def after(
-    estimate: Estimate, weight: Array, sums: Iterable[tuple[Array, ...]], size: int
+    estimate: Estimate,
+    h: Hyper,
+    weight: Array,
+    told: Iterable[tuple[bool, tuple[Array, ...]]],
+    size: int,
 ) -> Estimate:
-    """After a step of weight λ_k that told `sums` (rule.sums), over `size` coordinates."""
+    """After a step of weight λ_k over `size` coordinates.
+
+    `told` are the sums (rule.sums) of each parameter, and whether it decays.
+    """
     zero = jnp.zeros_like(estimate.distance)
-    told, norm, roots = (sum(column, zero) for column in zip((zero,) * 3, *sums, strict=True))
-    agreement = estimate.agreement + told
+    newest, norm, roots = [zero, zero], zero, zero
+    for decays, (agreed, size_of_sum, root_sum) in told:
+        newest[decays] = newest[decays] + agreed
+        norm, roots = norm + size_of_sum, roots + root_sum
+    still, shrinking = estimate.agreement
+    apart = still + newest[False], rule.agreement(h, shrinking, newest[True])
+    agreement = jnp.stack(apart)
     weight_sum = estimate.weight_sum + weight
     weighed = weight_sum > 0  # not while a schedule starts at 0
     scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
     new = Estimate(
-        rule.distance(xla, estimate.distance, agreement, norm),
+        rule.distance(xla, estimate.distance, agreement.sum(), norm),
         agreement,
         jnp.where(weighed, scale, estimate.gradient_scale),
         weight_sum,

@@ -114,7 +114,7 @@ def sums(
 
 def first_distance(xp: Namespace, mean_square: Scalar) -> Scalar:
     """D_0, from which the estimate grows: a hundredth of the size of the weights."""
-    return xp.larger(mean_square**0.5 * 1e-2, 1e-6)  # D_0 = rms(x_0) / 100
+    return xp.larger(mean_square * 1e-4, 1e-12) ** 0.5  # D_0 = rms(x_0) / 100, at least 1e-6
 
 
 def first_scale(xp: Namespace, grad: Array) -> Scalar:
@@ -125,6 +125,11 @@ def first_scale(xp: Namespace, grad: Array) -> Scalar:
 def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
     """Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ."""
     return root_sum * weight_sum ** (-1 / 3)
+
+
+def agreement(h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
+    """Decoupled decay makes less of it as it does of s, or the quotient of both would grow."""
+    return shrunk(h, so_far) + newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
 
 
 def distance(xp: Namespace, so_far: Scalar, agreement: Scalar, norm: Scalar) -> Scalar:
