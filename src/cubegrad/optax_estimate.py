@@ -1,4 +1,4 @@
-"""What `madgrad(learning_rate="auto")` estimates its learning rate from: four numbers."""
+"""What `madgrad(learning_rate="auto")` estimates its learning rate from: five numbers."""
 
 from collections.abc import Iterable
 from functools import partial

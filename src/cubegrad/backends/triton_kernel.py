@@ -86,23 +86,26 @@ def _update(
         v = b + g * weight * g  # ν_{k+1} = ν_k + λ_k g_k²
         tl.store(a_at, s, mask)
         tl.store(b_at, v, mask)
-        root = _cbrt(v)
         if CENTRED:
             c_at = _at(c_at, offsets, S, WHOLE)
             x0 = tl.load(c_at, mask, cache_modifier=".cg")
             away = x0 - p
+        else:
+            away = _displacement(a, b, eps)
+        if sums_at is not None:
+            sums_at = _put(sums_at, stride, g * weight * away, mask, WHOLE)  # λ_k g_k (x_0 - x_k)
+            sums_at = _put(sums_at, stride, tl.abs(s), mask, WHOLE)  # |s_{k+1}|
+        root = _cbrt(v)
+        if sums_at is not None:
+            _put(sums_at, stride, root, mask, WHOLE)  # ∛ν_{k+1}
+        if CENTRED:
             x0 = x0 * shrink
             if shrink != 1:
                 tl.store(c_at, x0, mask)
             z = x0 - _over(s, root, eps)  # z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
             x = x - (x - z) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
         else:
-            away = _displacement(a, b, eps)
             x = x - (_over(s, root, eps) - away * shrink)
-        if sums_at is not None:
-            at = _put(sums_at, stride, g * weight * away, mask, WHOLE)  # λ_k g_k (x_0 - x_k)
-            at = _put(at, stride, tl.abs(s), mask, WHOLE)  # |s_{k+1}|
-            _put(at, stride, root, mask, WHOLE)  # ∛ν_{k+1}
     else:
         # a is ν, b is z; weight is γ (k+1)^{1/3}, fade √(k/(k+1)).
         v = a * fade + g * g  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
