@@ -347,3 +347,13 @@ def test_what_cannot_be_is_refused() -> None:
 def test_decoupled_decay_may_be_large_as_the_rate_is_not_known_yet() -> None:
     case = Case(weight_decay=5.0, decoupled_weight_decay=True)
     assert case.train(range(5)).isfinite().all()
+
+
+def test_a_run_that_diverges_says_so_and_does_not_raise() -> None:
+    case = Case()
+    case.train(range(3))
+    case.optimizer.param_groups[0]["estimate"][0] = 1e250
+    case.optimizer.step()
+    assert case.optimizer.estimated_lr() == math.inf
+    case.optimizer.step()
+    assert not case.weights().isfinite().all()
