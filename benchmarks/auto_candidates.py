@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cubegrad.study import StudyError, catalogue, methods, statistics
+from cubegrad.study import Problem, Setup, StudyError, Task, catalogue, methods, statistics
 from cubegrad.study.methods import METHODS, Method
-from cubegrad.study.problem import Problem, Setup, Split, Task
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import Record, Runs
 from cubegrad.study.statistics import Judge, Summary
@@ -42,10 +41,9 @@ WALK = math.sqrt(2) * (2 / 3) ** (1 / 3)
 
 @dataclass(frozen=True)
 class Parts:
-    """What one candidate is made of; `says` is the row's formula."""
+    """What one candidate is made of."""
 
-    says: str
-    distance: str = "inner"  # of ESTIMATES
+    distance: str = "inner"  # or walk, drift, bet: see estimate()
     pace: float = 1.0  # κ, C or p of the estimate
     point: str = "x"  # or z, which has no lag
     norm: str = "l1"  # or A
@@ -55,87 +53,50 @@ class Parts:
 
 
 CANDIDATES = {
-    "distance": Parts("d = max Σλ⟨g, x_0 − x⟩/‖s‖₁, d_0 = 0.01 rms(x_0)"),
-    "distance-2": Parts("the same, twice as large", pace=2.0),
-    "distance-z": Parts("the same with z in place of x", point="z"),
-    "distance-A": Parts("the same with √(Σ s²/∛ν · Σ∛ν) in place of ‖s‖₁", norm="A"),
-    "distance-1e-4": Parts("the same with d_0 = 1e-4", start=1e-4, relative=False),
-    "distance-1e-6": Parts("the same with d_0 = 1e-6", start=1e-6, relative=False),
-    "distance-max": Parts("the same with H the largest rms gradient", scale="max"),
-    "first": Parts("both: H the largest, d_0 = 1e-6", scale="max", start=1e-6, relative=False),
-    "walk": Parts("d = max 1.24 rms(u)/√k", "walk"),
-    "walk-1e-4": Parts("the same with d_0 = 1e-4", "walk", start=1e-4, relative=False),
-    "drift-0.1": Parts("ln d = ln d_0 + max 0.1 Σ f ln T", "drift", 0.1),
-    "drift-0.03": Parts("the same with 0.03", "drift", 0.03),
-    "bet": Parts("ln d = ln d_0 + max 0.1 (Σ f q)²/Σ f q²", "bet"),
+    "distance": Parts(),  # d = max Σλ⟨g, x_0 − x⟩/‖s‖₁, d_0 = 0.01 rms(x_0)
+    "distance-2": Parts(pace=2.0),  # d twice as large
+    "distance-z": Parts(point="z"),  # with z in place of x
+    "distance-A": Parts(norm="A"),  # with √(Σ s²/∛ν · Σ∛ν) in place of ‖s‖₁
+    "distance-1e-4": Parts(start=1e-4, relative=False),
+    "distance-1e-6": Parts(start=1e-6, relative=False),
+    "distance-max": Parts(scale="max"),
+    "first": Parts(scale="max", start=1e-6, relative=False),  # the first that was tried
+    "walk": Parts("walk"),  # d = max 1.24 rms(u)/√k
+    "walk-1e-4": Parts("walk", start=1e-4, relative=False),
+    "drift-0.1": Parts("drift", 0.1),  # d = d_0 exp(max 0.1 Σ f ln T)
+    "drift-0.03": Parts("drift", 0.03),
+    "bet": Parts("bet"),  # d = d_0 exp(max 0.1 (Σfq)²/Σfq²)
 }
 REFERENCE = "madgrad"
 
 Memory = dict[str, Any]
+total = partial(torch.sum, dtype=torch.float64)
+mean = partial(torch.mean, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Now:
-    """One step, as the estimates see it."""
-
-    factor: float
-    weight: Tensor  # λ
-    products: Tensor  # g (x_0 − x), or g (x_0 − z), by coordinate
-    moved: Tensor  # u = x_0 − z after the step
-    root: Tensor  # ∛ν
-
-
-def inner(parts: Parts, m: Memory, now: Now) -> Tensor:
-    """κ Σλ⟨g, x_0 − x⟩/‖s‖: for convex f and κ = 1 at most ‖x_0 − x*‖_∞."""
-    m["inner"] += now.weight * total(now.products)
-    if parts.norm == "A":
-        norm = (total(m["s"].square() / (now.root + EPS)) * total(now.root)).sqrt()
-    else:
-        norm = total(m["s"].abs())
-    return parts.pace * m["inner"] / norm.clamp(min=1e-300)
-
-
-def walk(parts: Parts, m: Memory, now: Now) -> Tensor:
-    """C·1.24 rms(u)/√k: what z has moved a step, if it moved at random."""
-    return parts.pace * WALK * mean(now.moved.square()).sqrt() / math.sqrt(m["step"])
-
-
-def drift(parts: Parts, m: Memory, now: Now) -> Tensor:
-    """d_0 exp(p Σ f ln T), T = mean(u²) Σλ/(Σλ² mean ∛ν): 1 where z moves at random, more where
-    it drifts."""
-    ratio = mean(now.moved.square()) * m["weight"] / (m["weight_sq"] * mean(now.root))
-    m["log"] += parts.pace * now.factor * ratio.clamp(1e-3, 1e3).log()
-    return m["start"] * m["log"].exp()
-
-
-def bet(parts: Parts, m: Memory, now: Now) -> Tensor:
-    """d_0 exp(p c (Σfq)²/Σfq²), q = ⟨g, x_0 − x⟩/Σ|g (x_0 − x)|: a gambler's wealth who bets that
-    gradients go on pointing away from x_0."""
-    q = total(now.products) / total(now.products.abs()).clamp(min=1e-300)
-    m["won"] += now.factor * q
-    m["bets"] += now.factor * q * q
-    wealth = m["won"].clamp(min=0).square() / m["bets"].clamp(min=1e-300)
-    return m["start"] * (parts.pace * (1 - MOMENTUM) * wealth).exp()
-
-
-ESTIMATES: dict[str, Callable[[Parts, Memory, Now], Tensor]] = {
-    "inner": inner,
-    "walk": walk,
-    "drift": drift,
-    "bet": bet,
-}
-
-
-def total(x: Tensor) -> Tensor:
-    return x.sum(dtype=torch.float64)
-
-
-def mean(x: Tensor) -> Tensor:
-    return total(x) / x.numel()
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
+def estimate(
+    parts: Parts, m: Memory, f: float, weight: Tensor, products: Tensor, u: Tensor, root: Tensor
+) -> Tensor:
+    """d after a step of factor f and weight λ; `products` are g (x_0 − x), `root` is ∛ν."""
+    match parts.distance:
+        case "inner":  # for convex f and κ = 1 at most ‖x_0 − x*‖_∞
+            m["inner"] += weight * total(products)
+            norm = total(m["s"].abs())
+            if parts.norm == "A":
+                norm = (total(m["s"].square() / (root + EPS)) * total(root)).sqrt()
+            return parts.pace * m["inner"] / norm.clamp(min=1e-300)
+        case "walk":  # what z moves a step, if it moves at random
+            return parts.pace * WALK * mean(u.square()).sqrt() / math.sqrt(m["step"])
+        case "drift":  # T, the ratio, is 1 where z moves at random, and more where it drifts
+            ratio = mean(u.square()) * m["weight"] / (m["weight_sq"] * mean(root))
+            m["log"] += parts.pace * f * ratio.clamp(1e-3, 1e3).log()
+            return m["start"] * m["log"].exp()
+        case _:  # "bet", a gambler's wealth, who bets that gradients go on pointing one way
+            q = total(products) / total(products.abs()).clamp(min=1e-300)
+            m["won"] += f * q
+            m["bets"] += f * q * q
+            wealth = m["won"].clamp(min=0).square() / m["bets"].clamp(min=1e-300)
+            return m["start"] * (parts.pace * (1 - MOMENTUM) * wealth).exp()
 
 
 class Auto(Optimizer):
@@ -144,20 +105,22 @@ class Auto(Optimizer):
     Its memory lies in the group, where a checkpoint takes it along as it is.
     """
 
-    def __init__(
-        self, params: Iterable[Tensor], parts: Parts, lr: float = 1.0, weight_decay: float = 0.0
-    ) -> None:
+    latest: "Auto | None" = None  # of the run under way
+
+    def __init__(self, params: Any, parts: Parts, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.parts = parts
+        Auto.latest = self
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         group, parts = self.param_groups[0], self.parts
         params = [param for param in group["params"] if param.grad is not None]
-        x, raw = flat(params), flat(param.grad for param in params)
+        x = torch.cat([param.flatten() for param in params])
+        raw = torch.cat([param.grad.flatten() for param in params])
         g = raw + group["weight_decay"] * x
         m = group["memory"] = group.get("memory") or begin(parts, x, g)
-        away = m["x_0"] - x if parts.point == "x" else displacement(m)
+        away = m["x_0"] - (x if parts.point == "x" else m["z"])
         m["largest"] = torch.maximum(m["largest"], mean(raw.square()).sqrt())
         size = m["largest"] if parts.scale == "max" else m["size"]
         m["lr"] = m["d"].pow(1.5) / size.clamp(min=1e-30).sqrt()  # γ = d^{3/2}/√H
@@ -167,17 +130,18 @@ class Auto(Optimizer):
         m["s"] += weighted
         m["nu"] += weighted * g
         m["step"] += 1
-        moved = displacement(m)
-        x += (1 - MOMENTUM) * (m["x_0"] - moved - x)
+        root = m["nu"].pow(1 / 3)
+        u = m["s"] / (root + EPS)
+        m["z"] = m["x_0"] - u
+        x += (1 - MOMENTUM) * (m["z"] - x)
         for param, part in zip(params, x.split([p.numel() for p in params]), strict=True):
             param.copy_(part.view(param.shape))
         if factor:  # a step of no weight tells nothing
             m["weight"] += weight
             m["weight_sq"] += weight * weight
-            root = m["nu"].pow(1 / 3)
             m["size"] = (mean(root) / m["weight"].pow(1 / 3)).pow(1.5)
-            now = Now(factor, weight, g * away, moved, root)
-            m["d"] = torch.maximum(m["d"], ESTIMATES[parts.distance](parts, m, now))
+            seen = estimate(parts, m, factor, weight, g * away, u, root)
+            m["d"] = torch.maximum(m["d"], seen)
 
 
 def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:
@@ -188,7 +152,7 @@ def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:
     return {
         **{name: torch.zeros_like(start) for name in names},
         **{name: torch.zeros_like(x) for name in ("s", "nu")},
-        "x_0": x.clone(),
+        **{name: x.clone() for name in ("x_0", "z")},
         "step": 0,
         "start": start,
         "d": start.clone(),
@@ -196,121 +160,77 @@ def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:
     }
 
 
-def displacement(m: Memory) -> Tensor:
-    """u = x_0 − z."""
-    return m["s"] / (m["nu"].pow(1 / 3) + EPS)
-
-
-for _name, _parts in CANDIDATES.items():
-    METHODS[_name] = Method(_name, partial(Auto, parts=_parts), (1.0, 1.0))
-
-
-def __getattr__(name: str) -> Callable[[], Problem]:
-    """`auto_candidates:digits` is the study's problem, with the rates in its records."""
-    if name not in catalogue.NAMES:
-        raise AttributeError(name)
-    return partial(watched, name)
-
-
 def watched(name: str) -> Problem:
     problem = catalogue.find(name)
-    return replace(problem, build=partial(build, problem))
+
+    def build(setup: Setup) -> Task:
+        Auto.latest = None
+        task = problem.build(setup)
+
+        def evaluate(model: nn.Module, split: Any) -> dict[str, float]:
+            memory = Auto.latest.param_groups[0].get("memory") if Auto.latest else None
+            rate = {"auto_lr": float(memory["lr"])} if memory else {}
+            return {**task.evaluate(model, split), **rate}
+
+        return replace(task, evaluate=evaluate)
+
+    return replace(problem, build=build)
 
 
-def build(problem: Problem, setup: Setup) -> Task:
-    task, groups = problem.build(setup), [{}]
-
-    def step(optimizer: Optimizer, batch: Any) -> Tensor:
-        groups[0] = optimizer.param_groups[0]
-        if task.step is not None:
-            return task.step(optimizer, batch)
-        optimizer.zero_grad()
-        loss = task.loss(task.model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    def evaluate(model: nn.Module, split: Split) -> dict[str, float]:
-        memory = groups[0].get("memory")
-        rate = {"auto_lr": float(memory["lr"])} if memory else {}
-        return {**task.evaluate(model, split), **rate}
-
-    return replace(task, step=step, evaluate=evaluate)
+METHODS |= {name: Method(name, partial(Auto, parts=p), (1, 1)) for name, p in CANDIDATES.items()}
+# `auto_candidates:digits` and the like, by which a worker finds problems, and with them the methods
+globals().update({name: partial(watched, name) for name in catalogue.NAMES})
 
 
-Column = tuple[str, str, int, float]  # problem, preset, epochs, decay
+def cell(summary: Summary, metric: str) -> str:
+    """Mean ± 2 standard errors, and the rate: the fixed one, or the mean of those at the end."""
+    if summary.best is None:
+        return f"{summary.search_diverged} of {summary.searched} diverged"
+    end, rate = summary.final[metric], summary.final.get("auto_lr")
+    error = "" if end.error is None else f" ± {round(end.error, 9):.2g}"
+    return f"{end.mean:.4g}{error} ({rate.mean if rate else summary.best[0]:.2g})"
 
 
-def columns(records: Iterable[Record]) -> dict[Column, list[Record]]:
-    found: dict[Column, list[Record]] = defaultdict(list)
-    for record in records:
-        s = record.settings
-        found[s.problem, s.preset, s.epochs, s.decay].append(record)
-    return dict(found)
-
-
-def judged(records: Iterable[Record]) -> tuple[Judge, dict[str, tuple[Summary, dict[int, float]]]]:
-    """By method: the study's summary, and the results of its seeds."""
-    records = list(records)
-    judge = Judge(records[0].about["metric"], records[0].about["higher_is_better"])
-    rows = {}
-    for members in statistics.by_entry(records).values():
-        summary = statistics.summarise(members, judge)
-        values = {
-            record.settings.seed: value
-            for record in members
-            if (record.settings.lr, record.settings.decay) == summary.best
-            and record.settings.seed in summary.seeds
-            and (value := record.last(judge.metric)) is not None
-        }
-        rows[members[0].settings.method] = summary, values
-    return judge, rows
-
-
-def cell(summary: Summary, judge: Judge) -> str:
-    """Mean ± two standard errors, and the rate: the fixed one, or the mean of those at the end."""
-    if summary.best is None or judge.metric not in summary.final:
-        return "diverged"
-    end = summary.final[judge.metric]
-    error = "" if end.error is None else f" ± {end.error:.2g}"
-    rate = summary.final["auto_lr"].mean if "auto_lr" in summary.final else summary.best[0]
-    lost = f", {summary.diverged} diverged" if summary.diverged else ""
-    return f"{end.mean:.4g}{error} ({rate:.2g}{lost})"
-
-
-def against(own: dict[int, float], reference: dict[int, float], sign: int) -> str:
-    """How much better than the reference with the same seeds."""
-    gains = [sign * (own[seed] - reference[seed]) for seed in own.keys() & reference.keys()]
-    if not gains:
+def gain(own: list[Record], fixed: list[Record], judge: Judge) -> str:
+    """How much better than the fixed rate with the same seeds."""
+    by_seed = {record.settings.seed: record.last(judge.metric) for record in fixed}
+    pairs = [(record.last(judge.metric), by_seed.get(record.settings.seed)) for record in own]
+    sign = 1 if judge.higher_is_better else -1
+    gains = [sign * (a - b) for a, b in pairs if a is not None and b is not None]
+    if len(gains) < 2:
         return ""
-    gain = statistics.estimate(gains)
-    return f"{gain.mean:+.2g}" + ("" if gain.error is None else f" ± {gain.error:.2g}")
+    known = statistics.estimate(gains)
+    return f"{known.mean:+.2g} ± {round(known.error or 0, 9):.2g}"
 
 
 def table(records: Iterable[Record]) -> str:
     """Two tables in Markdown: results with rates, and gains on the best fixed rate."""
-    found = {column: judged(members) for column, members in columns(records).items()}
-    names = [name for name in (REFERENCE, *CANDIDATES) if any(name in r for _, r in found.values())]
-    heads, results, gains = [], {n: [] for n in names}, {n: [] for n in names}
-    for (problem, preset, epochs, decay), (judge, rows) in found.items():
-        heads.append(f"{problem} {preset}, {judge.metric}, {epochs} epochs, decay {decay:g}")
-        reference = rows[REFERENCE][1] if REFERENCE in rows else {}
-        for name in names:
-            summary, values = rows.get(name, (None, {}))
-            results[name].append(cell(summary, judge) if summary else "")
-            sign = 1 if judge.higher_is_better else -1
-            gains[name].append("" if name == REFERENCE else against(values, reference, sign))
-    return "\n\n".join(
-        f"{title}\n\n" + markdown(heads, rows)
-        for title, rows in (
-            ("Mean ± 2 standard errors (lr at the end):", results),
-            ("Better than the best fixed lr by, seed for seed:", gains),
-        )
+    columns: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        s = record.settings
+        length = f"{s.preset}, {s.epochs} epochs, {s.schedule}, decay {s.decay:g}"
+        columns[f"{s.problem} {record.about['metric']} ({length})"][s.method].append(record)
+    results: dict[str, list[str]] = {name: [] for name in (REFERENCE, *CANDIDATES)}
+    gains: dict[str, list[str]] = {name: [] for name in CANDIDATES}
+    for rows in columns.values():
+        about = next(iter(rows.values()))[0].about
+        judge = Judge(about["metric"], about["higher_is_better"])
+        found = {name: statistics.summarise(members, judge) for name, members in rows.items()}
+        best = found[REFERENCE].best if REFERENCE in found else None
+        fixed = [r for r in rows[REFERENCE] if (r.settings.lr, r.settings.decay) == best]
+        for name, cells in results.items():
+            cells.append(cell(found[name], judge.metric) if name in found else "")
+        for name, cells in gains.items():
+            cells.append(gain(rows[name], fixed, judge))
+    return (
+        f"Mean ± 2 standard errors (lr at the end):\n\n{markdown(columns, results)}\n\n"
+        f"Better than the best fixed lr by, seed for seed:\n\n{markdown(columns, gains)}"
     )
 
 
-def markdown(heads: Sequence[str], rows: dict[str, list[str]]) -> str:
-    lines = [["candidate", *heads], ["---"] * (len(heads) + 1)]
+def markdown(heads: Iterable[str], rows: dict[str, list[str]]) -> str:
+    first = ["candidate", *heads]
+    lines = [first, ["---"] * len(first)]
     lines += [[name, *cells] for name, cells in rows.items() if any(cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -319,14 +239,11 @@ def run(name: str, decay: float, options: argparse.Namespace, runs: Runs) -> Non
     """What is missing of one column."""
     problem = watched(name)
     preset = problem.presets[options.preset]
-    preset = replace(
-        preset,
-        epochs=options.epochs or preset.epochs,
-        schedule=options.schedule or preset.schedule,
-    )
-    device = "cuda" if options.preset in ("gpu", "paper") else "cpu"
-    place = Place(options.data, save_every=options.save_every)
-    entries = [methods.entry(method, preset) for method in options.candidates]
+    changes = {"epochs": options.epochs, "schedule": options.schedule}
+    preset = replace(preset, **{key: value for key, value in changes.items() if value})
+    device = "cpu" if options.preset == "cpu" else "cuda"
+    place = Place(options.data)
+    entries = [methods.entry(method, preset) for method in options.candidates.split(",")]
     fixed = [entry for entry in entries if entry.method == REFERENCE]
     plan = Plan(problem, options.preset, preset, fixed, device, decays=(decay,))
     machine = Machine(f"auto_candidates:{name}", place, options.workers)
@@ -345,19 +262,17 @@ def run(name: str, decay: float, options: argparse.Namespace, runs: Runs) -> Non
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    every = (REFERENCE, *CANDIDATES)
     add = parser.add_argument
-    add("--problems", type=lambda text: text.split(","), default=["digits"], metavar="A,B")
-    add("--candidates", type=lambda text: text.split(","), default=every, metavar="A,B")
+    add("--problems", default="digits", metavar="A,B")
+    add("--candidates", default=",".join((REFERENCE, *CANDIDATES)), metavar="A,B")
     add("--seeds", type=int, default=3)
-    add("--decays", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
+    add("--decays", default="0", metavar="A,B")
     add("--preset", default="cpu", choices=("cpu", "gpu", "paper"))
     add("--epochs", type=int, help="in place of the preset's")
     add("--schedule", help="in place of the preset's")
     add("--data", type=Path, default=Path("data"))
     add("--out", type=Path, default=Path("runs/auto"))
     add("--workers", type=int, default=1)
-    add("--save-every", type=float, default=60.0, metavar="SECONDS")
     add("--table", action="store_true", help="run nothing; the table of what is in --out")
     return parser.parse_args(words)
 
@@ -368,15 +283,17 @@ def main(words: Sequence[str] | None = None) -> None:
     if not options.table:
         with runs.held():
             runs.repair()
-            for name in options.problems:
-                for decay in options.decays:
+            for name in options.problems.split(","):
+                for decay in map(float, options.decays.split(",")):
                     print(f"{name}, decay {decay:g}", file=sys.stderr, flush=True)
                     run(name, decay, options, runs)
     print(table(runs.load()[0].values()))
 
 
 if __name__ == "__main__":
+    import auto_candidates  # once, under the name by which workers find it
+
     try:
-        main()
+        auto_candidates.main()
     except StudyError as error:
         sys.exit(str(error))
