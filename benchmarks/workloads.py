@@ -31,6 +31,7 @@ class Contender:
 CUBEGRAD_EAGER = Contender(
     "cubegrad MADGRAD eager", "cubegrad", "MADGRAD", {"foreach": False, "fused": False}
 )
+AUTO = {"lr": "auto", "fused": True}
 CONTENDERS = (
     Contender(MADGRAD_DEFAULT, "cubegrad", "MADGRAD"),
     Contender("cubegrad MADGRAD fused", "cubegrad", "MADGRAD", {"fused": True}),
@@ -39,6 +40,14 @@ CONTENDERS = (
         "cubegrad",
         "MADGRAD",
         {"fused": True, "capturable": True},
+        graph=True,
+    ),
+    Contender("cubegrad MADGRAD fused, lr auto", "cubegrad", "MADGRAD", AUTO),
+    Contender(
+        "cubegrad MADGRAD fused, lr auto, graph replay",
+        "cubegrad",
+        "MADGRAD",
+        AUTO | {"capturable": True},
         graph=True,
     ),
     Contender("cubegrad MADGRAD foreach", "cubegrad", "MADGRAD", {"foreach": True, "fused": False}),

@@ -50,6 +50,7 @@ def test_every_case_is_timed_against_its_floor(measured):
         assert rows[case, "torch Adam fused"]["speed_vs_adam_fused"] == pytest.approx(1.0)
     expected = {
         ("one", "cubegrad MADGRAD"): 32,
+        ("one", "cubegrad MADGRAD fused, lr auto"): 32,
         ("one", "cubegrad MADGRAD momentum=0"): 28,
         ("one", "cubegrad MirrorMADGRAD"): 28,
         ("one", "torch Adam fused"): 28,
