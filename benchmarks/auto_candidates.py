@@ -43,7 +43,7 @@ WALK = math.sqrt(2) * (2 / 3) ** (1 / 3)
 class Parts:
     """What one candidate is made of."""
 
-    distance: str = "inner"  # or walk, drift, bet: see estimate()
+    distance: str = "inner"  # or walk, both, drift, bet: see estimate()
     pace: float = 1.0  # κ, C or p of the estimate
     point: str = "x"  # or z, which has no lag
     norm: str = "l1"  # or A
@@ -63,6 +63,7 @@ CANDIDATES = {
     "first": Parts(scale="max", start=1e-6, relative=False),  # the first that was tried
     "walk": Parts("walk"),  # d = max 1.24 rms(u)/√k
     "walk-1e-4": Parts("walk", start=1e-4, relative=False),
+    "both": Parts("both"),  # the larger of distance and walk
     "drift-0.1": Parts("drift", 0.1),  # d = d_0 exp(max 0.1 Σ f ln T)
     "drift-0.03": Parts("drift", 0.03),
     "bet": Parts("bet"),  # d = d_0 exp(max 0.1 (Σfq)²/Σfq²)
@@ -79,6 +80,9 @@ def estimate(
 ) -> Tensor:
     """d after a step of factor f and weight λ; `products` are g (x_0 − x), `root` is ∛ν."""
     match parts.distance:
+        case "both":
+            ways = (replace(parts, distance=way) for way in ("inner", "walk"))
+            return torch.maximum(*(estimate(p, m, f, weight, products, u, root) for p in ways))
         case "inner":  # for convex f and κ = 1 at most ‖x_0 − x*‖_∞
             m["inner"] += weight * total(products)
             norm = total(m["s"].abs())
