@@ -192,7 +192,8 @@ def cell(summary: Summary, metric: str) -> str:
         return f"{summary.search_diverged} of {summary.searched} diverged"
     end, rate = summary.final[metric], summary.final.get("auto_lr")
     error = "" if end.error is None else f" ± {round(end.error, 9):.2g}"
-    return f"{end.mean:.4g}{error} ({rate.mean if rate else summary.best[0]:.2g})"
+    lost = f", {summary.diverged} diverged" if summary.diverged else ""
+    return f"{end.mean:.4g}{error} ({rate.mean if rate else summary.best[0]:.2g}{lost})"
 
 
 def gain(own: list[Record], fixed: list[Record], judge: Judge) -> str:

@@ -51,7 +51,7 @@ def test_the_table_has_results_rates_and_gains_seed_for_seed(candidates):
         "| madgrad | 0.3 ± 0.2 (0.1) |",
         "| distance | 0.2 ± 0.2 (0.08) |",
         "| walk | 2 of 2 diverged |",
-        "| bet | 1 of 3 diverged |",
+        "| bet | 0.25 ± 0 (0.03, 1 diverged) |",
         "",
         "Better than the best fixed lr by, seed for seed:",
         "",

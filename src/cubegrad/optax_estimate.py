@@ -19,7 +19,8 @@ class Estimate(NamedTuple):
     """For all parameters together, as they are before step k."""
 
     distance: Array  # D_k
-    agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩: of what has no decoupled decay, and what has
+    agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩ of what does not decay
+    decaying: Array  # and of what does: decoupled decay shrinks it
     gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
     weight_sum: Array  # Σ_{j<k} λ_j
 
@@ -42,7 +43,7 @@ def first(params: Tree) -> Estimate:
     zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
     mean = sum((xla.total(v * v) for a in exact for v in parts(a)), zero) / coordinates(params)
     distance = rule.first_distance(xla, mean).astype(zero.dtype)
-    return Estimate(distance, jnp.zeros(2, zero.dtype), zero, zero)
+    return Estimate(distance, zero, zero, zero, zero)
 
 
 def coordinates(params: Tree) -> int:
@@ -114,15 +115,15 @@ def after(
     for decays, (agreed, size_of_sum, root_sum) in told:
         newest[decays] = newest[decays] + agreed
         norm, roots = norm + size_of_sum, roots + root_sum
-    still, shrinking = estimate.agreement
-    apart = still + newest[False], rule.agreement(h, shrinking, newest[True])
-    agreement = jnp.stack(apart)
+    agreement = estimate.agreement + newest[False]
+    decaying = rule.agreement(h, estimate.decaying, newest[True])
     weight_sum = estimate.weight_sum + weight
     weighed = weight_sum > 0  # not while a schedule starts at 0
     scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
     new = Estimate(
-        rule.distance(xla, estimate.distance, agreement.sum(), norm),
+        rule.distance(xla, estimate.distance, agreement + decaying, norm),
         agreement,
+        decaying,
         jnp.where(weighed, scale, estimate.gradient_scale),
         weight_sum,
     )
