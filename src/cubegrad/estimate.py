@@ -47,9 +47,8 @@ class Estimate:
         """γ for the step that begins, without any group's factor, and sums that start at 0."""
         self.sums.zero_()
         for part in self.parts:
-            for spread, sums in part.items():
-                if spread is not None:
-                    sums.zero_()
+            for sums in part.values():
+                sums.zero_()
         if self._on_host():
             return lr_of(self.values[0])
         distance, _, scale, *_ = self.values[0]
@@ -73,24 +72,22 @@ class Estimate:
             return
         device = self.values.device
         factors = [f.to(device) if isinstance(f, Tensor) else f for f in factors]
-        rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
-        new = torch.stack(
-            [torch.stack(r) for r in _moved(Scalars, rows, totals, factors, self.counts, hypers)]
-        )
+        new = torch.stack([torch.stack(row) for row in self._moved(factors, hypers)])
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
 
+    def _moved(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
+        rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
+        return _moved(Scalars, rows, totals, factors, self.counts, hypers)
+
     def _advance_on_host(self, factors: Sequence[float], hypers: Sequence[Hyper]) -> None:
-        """In Python's numbers, a tenth of the time that tensors of one number take."""
+        """In Python's numbers, which are quicker than tensors of one number each."""
         rows, totals = self.values.tolist(), self.sums.tolist()
         try:
             new = _moved(Numbers, rows, totals, factors, self.counts, hypers)
         except (OverflowError, ZeroDivisionError):  # where tensors say inf
-            tensors = ([row.unbind() for row in table] for table in (self.values, self.sums))
-            rows, totals = tensors
-            moved = _moved(Scalars, rows, totals, factors, self.counts, hypers)
-            new = [[float(v) for v in row] for row in moved]
+            new = [list(map(float, row)) for row in self._moved(factors, hypers)]
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
 
 
