@@ -4,7 +4,9 @@
     ... --problems imagenet,bookwiki --candidates distance,walk,madgrad --seeds 3 --data DIR
 
 Each candidate trains with the same seeds as `madgrad`, the best fixed rate of the study's own
-search, whose seeds are not those that chose it. What is in --out already is not run again.
+search, whose seeds are not those that chose it, and as `madgrad-auto`, which is
+cubegrad.MADGRAD(lr="auto"). What is in --out already is not run again. `digits@1000` is digits
+with its loss multiplied by 1000.
 
 Every candidate has lr = d^{3/2}/√H, times the schedule's factor f. They differ in how the distance
 d is estimated, in what stands for the size H of the gradients, and in where d starts.
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from torch.optim import Optimizer
 from cubegrad.study import Problem, Setup, StudyError, Task, catalogue, methods, statistics
 from cubegrad.study.methods import METHODS, Method
 from cubegrad.study.progress import Progress
-from cubegrad.study.records import Record, Runs
+from cubegrad.study.records import ESTIMATED_LR, Record, Runs
 from cubegrad.study.statistics import Judge, Summary
 from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
@@ -46,10 +49,11 @@ class Parts:
     distance: str = "inner"  # or walk, both, drift, bet: see estimate()
     pace: float = 1.0  # κ, C or p of the estimate
     point: str = "x"  # or z, which has no lag
-    norm: str = "l1"  # or A
+    norm: str = "l1"  # or A, quiet
     scale: str = "mean"  # H^{2/3} = mean ∛ν/(Σλ)^{1/3}; or max: the largest rms gradient
     start: float = 0.01  # d_0
     relative: bool = True  # in units of rms(x_0)
+    alone: bool = False  # a d and an H for each tensor
 
 
 CANDIDATES = {
@@ -57,6 +61,10 @@ CANDIDATES = {
     "distance-2": Parts(pace=2.0),  # d twice as large
     "distance-z": Parts(point="z"),  # with z in place of x
     "distance-A": Parts(norm="A"),  # with √(Σ s²/∛ν · Σ∛ν) in place of ‖s‖₁
+    "distance-0.02": Parts(start=0.02),  # d_0 = 0.02 rms(x_0)
+    "distance-0.03": Parts(start=0.03),
+    "distance-quiet": Parts(norm="quiet"),  # with Σ√(s² − ν Σλ²/Σλ), s less its noise
+    "distance-alone": Parts(alone=True),  # a d and an H for each tensor
     "distance-1e-4": Parts(start=1e-4, relative=False),
     "distance-1e-6": Parts(start=1e-6, relative=False),
     "distance-max": Parts(scale="max"),
@@ -68,7 +76,7 @@ CANDIDATES = {
     "drift-0.03": Parts("drift", 0.03),
     "bet": Parts("bet"),  # d = d_0 exp(max 0.1 (Σfq)²/Σfq²)
 }
-REFERENCE = "madgrad"
+REFERENCE, SHIPPED = "madgrad", "madgrad-auto"
 
 Memory = dict[str, Any]
 total = partial(torch.sum, dtype=torch.float64)
@@ -88,6 +96,9 @@ def estimate(
             norm = total(m["s"].abs())
             if parts.norm == "A":
                 norm = (total(m["s"].square() / (root + EPS)) * total(root)).sqrt()
+            elif parts.norm == "quiet":  # Σλ²g², which is E s² if g is noise, is about ν Σλ²/Σλ
+                noise = m["nu"] * (m["weight_sq"] / m["weight"])
+                norm = total((m["s"].square() - noise).clamp(min=0).sqrt())
             return parts.pace * m["inner"] / norm.clamp(min=1e-300)
         case "walk":  # what z moves a step, if it moves at random
             return parts.pace * WALK * mean(u.square()).sqrt() / math.sqrt(m["step"])
@@ -106,7 +117,8 @@ def estimate(
 class Auto(Optimizer):
     """MADGRAD on one long vector of all parameters, in one group. `lr` is the schedule's factor.
 
-    Its memory lies in the group, where a checkpoint takes it along as it is.
+    Or on one for each tensor. Its memories lie in the group, where a checkpoint takes them along
+    as they are.
     """
 
     latest: "Auto | None" = None  # of the run under way
@@ -118,17 +130,24 @@ class Auto(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        group, parts = self.param_groups[0], self.parts
+        group = self.param_groups[0]
         params = [param for param in group["params"] if param.grad is not None]
+        together = [[param] for param in params] if self.parts.alone else [params]
+        memories = group["memories"] = group.get("memories") or [{} for _ in together]
+        for some, memory in zip(together, memories, strict=True):
+            self.move(some, memory, group["lr"], group["weight_decay"])
+
+    def move(self, params: list[Tensor], m: Memory, factor: float, decay: float) -> None:
+        parts = self.parts
         x = torch.cat([param.flatten() for param in params])
         raw = torch.cat([param.grad.flatten() for param in params])
-        g = raw + group["weight_decay"] * x
-        m = group["memory"] = group.get("memory") or begin(parts, x, g)
+        g = raw + decay * x
+        if not m:
+            m.update(begin(parts, x, g))
         away = m["x_0"] - (x if parts.point == "x" else m["z"])
         m["largest"] = torch.maximum(m["largest"], mean(raw.square()).sqrt())
         size = m["largest"] if parts.scale == "max" else m["size"]
         m["lr"] = m["d"].pow(1.5) / size.clamp(min=1e-30).sqrt()  # γ = d^{3/2}/√H
-        factor = group["lr"]
         weight = factor * m["lr"] * math.sqrt(m["step"] + 1)  # λ_k = f γ √(k+1)
         weighted = weight.to(g.dtype) * g
         m["s"] += weighted
@@ -151,7 +170,8 @@ class Auto(Optimizer):
 def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:
     start = torch.tensor(parts.start, dtype=torch.float64, device=x.device)
     if parts.relative:
-        start = (start * mean(x.square()).sqrt()).clamp(min=1e-6)
+        least = 1e-4 if parts.alone else 1e-6  # a bias may start at 0
+        start = (start * mean(x.square()).sqrt()).clamp(min=least)
     names = ("lr", "largest", "weight", "weight_sq", "inner", "log", "won", "bets")
     return {
         **{name: torch.zeros_like(start) for name in names},
@@ -165,32 +185,43 @@ def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:
 
 
 def watched(name: str) -> Problem:
-    problem = catalogue.find(name)
+    """A problem of the study, or `NAME@SCALE`, which also records the rate of a candidate."""
+    base, _, scale = name.partition("@")
+    problem = catalogue.find(base)
 
     def build(setup: Setup) -> Task:
         Auto.latest = None
         task = problem.build(setup)
 
         def evaluate(model: nn.Module, split: Any) -> dict[str, float]:
-            memory = Auto.latest.param_groups[0].get("memory") if Auto.latest else None
-            rate = {"auto_lr": float(memory["lr"])} if memory else {}
+            memories = Auto.latest.param_groups[0].get("memories") if Auto.latest else None
+            rate = {"auto_lr": median(float(m["lr"]) for m in memories)} if memories else {}
             return {**task.evaluate(model, split), **rate}
 
-        return replace(task, evaluate=evaluate)
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            return task.loss(model, batch) * float(scale or 1)
 
-    return replace(problem, build=build)
+        return replace(task, evaluate=evaluate, loss=loss)
+
+    return replace(problem, name=name, build=build)
 
 
 METHODS |= {name: Method(name, partial(Auto, parts=p), (1, 1)) for name, p in CANDIDATES.items()}
-# `auto_candidates:digits` and the like, by which a worker finds problems, and with them the methods
-globals().update({name: partial(watched, name) for name in catalogue.NAMES})
+
+
+def __getattr__(name: str) -> Any:
+    """`auto_candidates:digits`, by which a worker finds problems, and with them the methods."""
+    if name.partition("@")[0] not in catalogue.NAMES:
+        raise AttributeError(name)
+    return partial(watched, name)
 
 
 def cell(summary: Summary, metric: str) -> str:
     """Mean ± 2 standard errors, and the rate: the fixed one, or the mean of those at the end."""
     if summary.best is None:
         return f"{summary.search_diverged} of {summary.searched} diverged"
-    end, rate = summary.final[metric], summary.final.get("auto_lr")
+    end = summary.final[metric]
+    rate = summary.final.get("auto_lr") or summary.final.get(ESTIMATED_LR)
     error = "" if end.error is None else f" ± {round(end.error, 9):.2g}"
     lost = f", {summary.diverged} diverged" if summary.diverged else ""
     return f"{end.mean:.4g}{error} ({rate.mean if rate else summary.best[0]:.2g}{lost})"
@@ -215,8 +246,8 @@ def table(records: Iterable[Record]) -> str:
         s = record.settings
         length = f"{s.preset}, {s.epochs} epochs, {s.schedule}, decay {s.decay:g}"
         columns[f"{s.problem} {record.about['metric']} ({length})"][s.method].append(record)
-    results: dict[str, list[str]] = {name: [] for name in (REFERENCE, *CANDIDATES)}
-    gains: dict[str, list[str]] = {name: [] for name in CANDIDATES}
+    results: dict[str, list[str]] = {name: [] for name in (REFERENCE, SHIPPED, *CANDIDATES)}
+    gains: dict[str, list[str]] = {name: [] for name in (SHIPPED, *CANDIDATES)}
     for rows in columns.values():
         about = next(iter(rows.values()))[0].about
         judge = Judge(about["metric"], about["higher_is_better"])
@@ -269,7 +300,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--problems", default="digits", metavar="A,B")
-    add("--candidates", default=",".join((REFERENCE, *CANDIDATES)), metavar="A,B")
+    add("--candidates", default=",".join((REFERENCE, SHIPPED, *CANDIDATES)), metavar="A,B")
     add("--seeds", type=int, default=3)
     add("--decays", default="0", metavar="A,B")
     add("--preset", default="cpu", choices=("cpu", "gpu", "paper"))

@@ -115,21 +115,24 @@ class Estimate:
     def step(self, grads: list[Array], o: Settings, factor: float = 1.0) -> None:
         effective = [o.gradient(r.x, g)[0] for r, g in zip(self.runs, grads, strict=True)]
         if not self.distance:
-            self.distance = max(1e-6, 0.01 * np.sqrt(self.mean([r.x**2 for r in self.runs])))
+            self.distance = max(1e-6, 0.02 * np.sqrt(self.mean([r.x**2 for r in self.runs])))
             self.scale = self.mean([np.abs(g) ** (2 / 3) for g in effective])
         lr = self.lr
         weight = factor * lr * np.sqrt(self.runs[0].k + 1)
         self.agreement *= replace(o, lr=factor * lr, first_lr=lr).shrink()
-        for run, g in zip(self.runs, effective, strict=True):
-            self.agreement += weight * float((g * (run.x0 - run.x)).sum())
+        for run, g in zip(self.runs, grads, strict=True):
+            loss = -g if o.maximize else g
+            self.agreement += weight * float((loss * (run.x0 - run.x)).sum())
         self.weight_sum += weight
         for run, g in zip(self.runs, grads, strict=True):
             run.step(g, replace(o, lr=factor * lr, first_lr=lr))
-        norm = sum(np.abs(run.s).sum() for run in self.runs)
+        roots = [np.cbrt(run.nu) for run in self.runs]
+        moves = (quotient(r.s, root + o.eps) for r, root in zip(self.runs, roots, strict=True))
+        product = sum((r.s * u).sum() for r, u in zip(self.runs, moves, strict=True))
+        norm = np.sqrt(product * sum(root.sum() for root in roots))
         if norm > 0:
             self.distance = max(self.distance, self.agreement / norm)
         if self.weight_sum > 0:
-            roots = [np.cbrt(run.nu) for run in self.runs]
             self.scale = self.mean(roots) / self.weight_sum ** (1 / 3)
 
 

@@ -80,11 +80,11 @@ def test_two_epochs_of_digits_leave_rates_and_are_not_run_again(candidates, tmp_
 
 def descend(candidates, parts, breaks):
     """Twenty steps on Σ i|x_i − b_i|; at a break the optimizer gives way to one of its state."""
-    param = torch.nn.Parameter(torch.linspace(-1, 1, 7))
-    goal = torch.linspace(3, -2, 7)
+    params = [torch.nn.Parameter(part) for part in torch.linspace(-1, 1, 7).split(4)]
+    goals, slopes = torch.linspace(3, -2, 7).split(4), torch.arange(1, 8).split(4)
 
     def make():
-        return candidates.Auto([param], parts, lr=1.0, weight_decay=0.0)
+        return candidates.Auto(params, parts, lr=1.0, weight_decay=0.0)
 
     optimizer = make()
     for step in range(20):
@@ -92,9 +92,12 @@ def descend(candidates, parts, breaks):
             state = optimizer.state_dict()
             optimizer = make()
             optimizer.load_state_dict(state)
-        param.grad = (param.detach() - goal).sign() * torch.arange(1, 8)
+        for param, goal, slope in zip(params, goals, slopes, strict=True):
+            param.grad = (param.detach() - goal).sign() * slope
         optimizer.step()
-    return param.detach(), optimizer.param_groups[0]["memory"]["d"]
+    return torch.cat([param.detach() for param in params]), optimizer.param_groups[0]["memories"][
+        0
+    ]["d"]
 
 
 def test_every_candidate_moves_and_goes_on_from_its_state_dict(candidates):

@@ -5,20 +5,20 @@ device, so that no step but the first waits for them.
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cubegrad import rule, sharding, states
+from cubegrad import backends, rule, sharding, states
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.options import Hyper
 
 Group = dict[str, Any]
 
 # What each group keeps as `estimate`; agreement and weights are its own, the rest is shared by all.
-FIELDS = ("distance", "agreement", "scale", "weight_sum", "step")
+FIELDS = ("distance", "agreement", "lr", "weight_sum", "step")
 
 
 class Estimate:
@@ -35,7 +35,9 @@ class Estimate:
             group["estimate"] = row
             spreads = dict.fromkeys(map(sharding.spread, group["params"]))
             self.parts.append({s: torch.zeros_like(sums) if s else sums for s in spreads})
-        self.counts = [0] * len(groups)  # coordinates that have been stepped
+        self.counts = [-1] * len(groups)  # coordinates that have been stepped; -1: not looked yet
+        self.cleared = False  # whether a kernel has set `sums` to 0 for the next step
+        self.table: tuple[list[int], Tensor] | None = None  # the counts on the device
         self.idle: list[list[Tensor]] = [[] for _ in groups]  # which have been, and are not now
 
     def belongs_to(self, groups: Sequence[Group]) -> bool:
@@ -45,21 +47,22 @@ class Estimate:
 
     def renewed(self) -> float | Tensor:
         """γ for the step that begins, without any group's factor, and sums that start at 0."""
-        self.sums.zero_()
+        if not self.cleared:
+            self.sums.zero_()
+        self.cleared = False
         for part in self.parts:
-            for sums in part.values():
-                sums.zero_()
-        if self._on_host():
-            return lr_of(self.values[0])
-        distance, _, scale, *_ = self.values[0]
-        lr: Tensor = rule.estimated_lr(distance, scale)
-        return lr
+            for spread, sums in part.items():
+                if spread is not None:  # else these are views of the others
+                    sums.zero_()
+        return lr_of(self.values[0]) if self._on_host() else self.values[0, FIELDS.index("lr")]
 
     def _on_host(self) -> bool:
         return self.values.device.type == "cpu" and not torch.compiler.is_compiling()
 
     @torch.no_grad()
-    def advance(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> None:
+    def advance(
+        self, factors: Sequence[Any], hypers: Sequence[Hyper], kernel: Callable[..., None] | None
+    ) -> None:
         """One step on, after every group has added its sums; not where inf was found."""
         found_inf = hypers[0].found_inf
         for total, part in zip(self.sums, self.parts, strict=True):
@@ -70,12 +73,39 @@ class Estimate:
             if found_inf is None or not found_inf.item():
                 self._advance_on_host([float(factor) for factor in factors], hypers)
             return
+        if kernel is not None:
+            self._advance_by(kernel, hypers)
+            return
         device = self.values.device
         factors = [f.to(device) if isinstance(f, Tensor) else f for f in factors]
         new = torch.stack([torch.stack(row) for row in self._moved(factors, hypers)])
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
+
+    def _advance_by(self, kernel: Callable[..., None], hypers: Sequence[Hyper]) -> None:
+        """In one launch, where the others are some sixty."""
+        rates, kept = hypers[0].lr, None
+        if len(hypers) > 1:
+            rates = torch.stack([h.lr for h in hypers])
+        if any(h.shrink is not None for h in hypers):
+            kept = torch.stack([self._here(1.0 if h.shrink is None else h.shrink) for h in hypers])
+        counts = self._counted()
+        kernel(self.values, self.sums, rates, kept, counts, hypers[0].found_inf)
+        self.cleared = True
+
+    def _here(self, number: float | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.to(self.values)
+        return torch.full((), number, dtype=torch.float64, device=self.values.device)
+
+    def _counted(self) -> Tensor:
+        if self.table is not None and self.table[0] == self.counts:
+            return self.table[1]
+        counts = torch.stack([self._here(float(count)) for count in self.counts])
+        if not _capturing(self.values.device):  # else only the graph's replay fills it
+            self.table = (list(self.counts), counts)
+        return counts
 
     def _moved(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
         rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
@@ -106,6 +136,8 @@ class Numbers:
     def quotient(numerator: float, denominator: float) -> float:
         return numerator / denominator if denominator > 0 else 0.0
 
+    sqrt = staticmethod(math.sqrt)
+
     @staticmethod
     def larger(a: float, b: float) -> float:
         return b if b > a else a  # a where b is NaN
@@ -124,8 +156,7 @@ def _moved(
     hypers: Sequence[Hyper],
 ) -> list[list[Any]]:
     """The rows after a step with these sums."""
-    distance, _, scale, _, step = rows[0]
-    lr = rule.estimated_lr(distance, scale)
+    distance, _, lr, _, step = rows[0]
     own, scales, coordinates = [], 0.0, 0
     told = zip(rows, sums, factors, counts, hypers, strict=True)
     for row, (newest, _, root_sum), factor, count, h in told:
@@ -136,11 +167,13 @@ def _moved(
         scales = scales + xp.where(weighted, rule.gradient_scale(root_sum, one), 0.0)
         coordinates = coordinates + weighted * count
         own.append((rule.agreement(h, row[1], newest), weight_sum))
-    known = coordinates > 0
-    scale = xp.where(known, scales / (coordinates + (coordinates == 0)), scale)
     agreement = sum(mine for mine, _ in own)
-    distance = rule.distance(xp, distance, agreement, sum(row[1] for row in sums))
-    return [[distance, mine, scale, weight_sum, step + 1] for mine, weight_sum in own]
+    product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
+    distance = rule.distance(xp, distance, agreement, product, root_sum)
+    known = scales > 0
+    mean_scale = xp.where(known, scales / (coordinates + (coordinates == 0)), 1.0)
+    lr = xp.where(known, rule.estimated_lr(distance, mean_scale), lr)
+    return [[distance, mine, lr, weight_sum, step + 1] for mine, weight_sum in own]
 
 
 @torch.no_grad()
@@ -150,6 +183,11 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
     device = _device_of(groups)
+    if _capturing(device):
+        raise RuntimeError(
+            "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
+            "step before the capture"
+        )
     held = [group["estimate"].to(device, torch.float64) for group in groups]
     known = [row for row in held if _begun(row)]
     if known:
@@ -157,11 +195,6 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
         joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
         rows = [row if _begun(row) else joining for row in held]
         return Estimate(groups, torch.stack(rows))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "step() is being captured in a CUDA graph before lr='auto' has seen a gradient; run "
-            "one step before the capture"
-        )
     first = _first_row(groups, hypers, device)
     return None if first is None else Estimate(groups, first.repeat(len(groups), 1))
 
@@ -193,8 +226,9 @@ def _first_row(
     if not 0 < scale.item() < float("inf"):
         return None
     row = nothing_yet().to(device)
-    row[FIELDS.index("distance")] = rule.first_distance(TorchFunctions, square)
-    row[FIELDS.index("scale")] = scale
+    distance = rule.first_distance(TorchFunctions, square)
+    row[FIELDS.index("distance")] = distance
+    row[FIELDS.index("lr")] = rule.estimated_lr(distance, scale)
     return row
 
 
@@ -222,41 +256,47 @@ def advance(
     if estimate is None or hypers[0].sums is None:
         return
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
-        if index not in unchanged:
+        if index not in unchanged or estimate.counts[index] < 0:
             params = group["params"]
             live = [param for param in params if param.grad is not None]
             idle = [p for p in params if p.grad is None and state.get(p)] if state else []
             estimate.counts[index] = sum(map(coordinates, live + idle))
             estimate.idle[index] = idle
         for param in estimate.idle[index]:
-            _add_idle(h.sums, param, state[param])
-    estimate.advance([group["lr"] for group in groups], hypers)
+            _add_idle(h, param, state[param])
+    kernel = None if torch.compiler.is_compiling() else _kernel(estimate, groups)
+    estimate.advance([group["lr"] for group in groups], hypers, kernel)
+
+
+def _kernel(estimate: Estimate, groups: Sequence[Group]) -> Callable[..., None] | None:
+    return backends.scalar_kernel(
+        estimate.values.device,
+        foreach_wanted=any(group["foreach"] for group in groups),
+        fused_wanted=None if all(group["fused"] is not False for group in groups) else False,
+    )
 
 
 @torch.no_grad()
-def _add_idle(parts: dict[sharding.Spread, Tensor], param: Tensor, state: Any) -> None:
+def _add_idle(h: Hyper, param: Tensor, state: Any) -> None:
     """The sums of a parameter that has no gradient this time: it agrees with nothing."""
-    sums = parts[sharding.spread(param)]
-    grad_sum, grad_sq_sum = (
-        states.real(sharding.local(state[name])) for name in ("grad_sum", "grad_sq_sum")
-    )
-    sums[1] += TorchFunctions.total(abs(grad_sum)).to(sums.device)
-    sums[2] += TorchFunctions.total(TorchFunctions.cbrt(grad_sq_sum)).to(sums.device)
+    sums = h.sums[sharding.spread(param)]
+    buffers = (states.real(sharding.local(state[name])) for name in ("grad_sum", "grad_sq_sum"))
+    told = rule.state_sums(TorchFunctions, h, *buffers)
+    sums[1:] += torch.stack(told).to(sums.device)
 
 
 def lr_of(row: Tensor) -> float:
     """γ without a group's factor, on the host; nan before the first step."""
-    distance, _, scale, *_ = row.tolist()
-    if not distance > 0:
-        return math.nan
-    try:
-        return float(rule.estimated_lr(distance, scale))
-    except (OverflowError, ZeroDivisionError):
-        return math.inf
+    distance, _, lr, *_ = row.tolist()
+    return lr if distance > 0 else math.nan
 
 
 def coordinates(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _device_of(groups: Sequence[Group]) -> torch.device:

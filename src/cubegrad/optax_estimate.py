@@ -37,7 +37,7 @@ def parts(array: Array) -> tuple[Array, ...]:
 
 @jax.jit  # so that no square is stored
 def first(params: Tree) -> Estimate:
-    """Before the first step: D_0 is a hundredth of the root mean square of x_0, at least 1e-6."""
+    """Before the first step: D_0 is a fiftieth of the root mean square of x_0, at least 1e-6."""
     arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
     exact = (a.astype(wide(a)) for a in arrays)
     zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
@@ -111,17 +111,17 @@ def after(
     `told` are the sums (rule.sums) of each parameter, and whether it decays.
     """
     zero = jnp.zeros_like(estimate.distance)
-    newest, norm, roots = [zero, zero], zero, zero
-    for decays, (agreed, size_of_sum, root_sum) in told:
+    newest, product, roots = [zero, zero], zero, zero
+    for decays, (agreed, its_product, its_roots) in told:
         newest[decays] = newest[decays] + agreed
-        norm, roots = norm + size_of_sum, roots + root_sum
+        product, roots = product + its_product, roots + its_roots
     agreement = estimate.agreement + newest[False]
     decaying = rule.agreement(h, estimate.decaying, newest[True])
     weight_sum = estimate.weight_sum + weight
     weighed = weight_sum > 0  # not while a schedule starts at 0
     scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
     new = Estimate(
-        rule.distance(xla, estimate.distance, agreement + decaying, norm),
+        rule.distance(xla, estimate.distance, agreement + decaying, product, roots),
         agreement,
         decaying,
         jnp.where(weighed, scale, estimate.gradient_scale),

@@ -2,7 +2,8 @@
 
 `xp` brings the functions that array libraries spell differently: `xp.cbrt(v)` is ∛v for v ≥ 0,
 `xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite, and, for an estimated learning rate,
-`xp.total(v)` is the sum of all elements and `xp.larger(a, b)` the larger of two numbers.
+`xp.total(v)` is the sum of all elements, `xp.larger(a, b)` the larger of two numbers and
+`xp.sqrt(a)` the root of one.
 `h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
 will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
 
@@ -23,10 +24,13 @@ def step_weight(lr: Scalar, step: Scalar) -> Scalar:
     return lr * (step + 1) ** 0.5  # λ_k = γ_k √(k+1)
 
 
+def loss_gradient(h: Hyper, grad: Array) -> Array:
+    return -grad if h.maximize else grad
+
+
 def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
-    if h.maximize:
-        grad = -grad
+    grad = loss_gradient(h, grad)
     if not isinstance(h.weight_decay, float | int) or h.weight_decay:  # an array may not be 0
         grad = grad + param * h.weight_decay
     return grad
@@ -100,21 +104,27 @@ def sums(
 ) -> tuple[Scalar, ...]:
     """What a step of MADGRAD tells an estimate of the learning rate.
 
-    `param` is x_k; `old` and `new` are the buffers before and after the step.
+    `param` is x_k; `old` and `new` are the buffers before and after the step. The g of the first
+    sum is the loss's own: coupled decay pulls to 0 for ever, as if the solution were there.
     """
-    weighted = effective_gradient(h, param, grad) * step_weight(h.lr, step)
+    weighted = loss_gradient(h, grad) * step_weight(h.lr, step)
     away = old[2] - param if len(old) == 3 else displacement(xp, h.eps, *old)  # x_0 - x_k
-    grad_sum, grad_sq_sum = new[:2]
-    return (
-        xp.total(weighted * away),  # λ_k ⟨g_k, x_0 - x_k⟩
-        xp.total(abs(grad_sum)),  # ‖s_{k+1}‖₁
-        xp.total(xp.cbrt(grad_sq_sum)),  # Σ_i ∛ν_{k+1,i}
-    )
+    agreement = xp.total(weighted * away)  # λ_k ⟨g_k, x_0 - x_k⟩
+    return (agreement, *state_sums(xp, h, *new[:2]))
+
+
+def state_sums(
+    xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
+) -> tuple[Scalar, Scalar]:
+    """Those of the sums that need no gradient."""
+    root = xp.cbrt(grad_sq_sum)
+    product = xp.total(grad_sum * xp.quotient(grad_sum, root + h.eps))  # ⟨s_k, x_0 - z_k⟩
+    return product, xp.total(root)  # Σ_i ∛ν_{k,i}
 
 
 def first_distance(xp: Namespace, mean_square: Scalar) -> Scalar:
-    """D_0, from which the estimate grows: a hundredth of the size of the weights."""
-    return xp.larger(mean_square * 1e-4, 1e-12) ** 0.5  # D_0 = rms(x_0) / 100, at least 1e-6
+    """D_0, from which the estimate grows: a fiftieth of the size of the weights."""
+    return xp.larger(mean_square * 4e-4, 1e-12) ** 0.5  # D_0 = rms(x_0) / 50, at least 1e-6
 
 
 def first_scale(xp: Namespace, grad: Array) -> Scalar:
@@ -132,9 +142,17 @@ def agreement(h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
     return shrunk(h, so_far) + newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
 
 
-def distance(xp: Namespace, so_far: Scalar, agreement: Scalar, norm: Scalar) -> Scalar:
-    """D: the largest lower bound so far on the distance ‖x_0 - x*‖_∞ to a solution."""
-    return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_k ⟨g_k, x_0 - x_k⟩ / ‖s_{k+1}‖₁
+def distance(
+    xp: Namespace, so_far: Scalar, agreement: Scalar, product: Scalar, root_sum: Scalar
+) -> Scalar:
+    """D: the largest lower bound so far on the distance to a solution, in root mean square.
+
+    With A = diag(∛ν) the norms of s and x_0 - x* that belong to the method are those of A^{-1} and
+    A, and ‖s‖ in the first is √⟨s, x_0 - z⟩. Over √tr A the other is a root mean square with
+    weights ∛ν.
+    """
+    norm = xp.sqrt(product * root_sum)  # ‖s‖ √tr A
+    return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_i ⟨g_i, x_0 - x_i⟩ / ‖s‖ √tr A
 
 
 def estimated_lr(distance: Scalar, mean_scale: Scalar) -> Scalar:

@@ -320,7 +320,7 @@ class Shell(Optimizer):
         on_device = group["capturable"] or torch.compiler.is_compiling()
         on_device = on_device or isinstance(estimated, Tensor)
         factor = _scalar(group["lr"], on_device)
-        lr = factor if estimated is None else estimated * factor
+        lr = factor if estimated is None else _times(estimated, factor)
         decoupled = group["decoupled_weight_decay"] or group["decoupled_lr"]
         return Hyper(
             lr=lr,
@@ -393,6 +393,13 @@ def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
 def _in_order(group: list[Tensor], some: list[Tensor]) -> list[Tensor]:
     wanted = set(map(id, some))
     return [param for param in group if id(param) in wanted]
+
+
+def _times(estimated: float | Tensor, factor: float | Tensor) -> float | Tensor:
+    """Without a launch where there is nothing to do."""
+    if not isinstance(factor, Tensor) and factor == 1:
+        return estimated
+    return estimated * factor
 
 
 def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:

@@ -55,6 +55,19 @@ def _cbrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 
 
 @jax.custom_jvp
+def sqrt(x: Array) -> Array:
+    """√x for x >= 0, with derivative 0 at 0, as `cbrt` has it."""
+    return jnp.sqrt(x)
+
+
+@sqrt.defjvp
+def _sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    y = sqrt(x)
+    return y, dx * _inverse(2 * y)
+
+
+@jax.custom_jvp
 def quotient(numerator: Array, denominator: Array) -> Array:
     """n/d, or 0 where 1/d is not finite; never a negative zero.
 

@@ -9,6 +9,7 @@ with which a step that repeats itself is made ready once.
 """
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -75,3 +76,13 @@ def choose(
             )
     native = all(type(param) in NATIVE for param in params)  # others may lack list operations
     return foreach if foreach_wanted or (foreach_wanted is None and native) else eager
+
+
+def scalar_kernel(
+    device: torch.device, *, foreach_wanted: bool | None, fused_wanted: bool | None
+) -> Callable[..., None] | None:
+    """What moves an estimate's numbers on in one launch, where a fused backend may run."""
+    if device.type != "cuda" or foreach_wanted or fused_wanted is False:
+        return None
+    fused = _load(FUSED[device.type])
+    return fused.advance if isinstance(fused, ModuleType) else None

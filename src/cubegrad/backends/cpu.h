@@ -7,8 +7,8 @@
 
 enum kind { HALF, BFLOAT16, SINGLE, DOUBLE };
 enum method { MADGRAD, MIRROR_MADGRAD };
-/* λ⟨g, x_0 - x⟩, ‖s‖₁ and Σ∛ν: the sums of rule.sums. */
-enum sum { AGREEMENT, NORM, ROOTS, SUMS };
+/* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of rule.sums. */
+enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
 /* A tensor: where it and its state lie, and how many elements it has.

@@ -43,15 +43,6 @@ TARGET INLINE BITS NAME(to_bits)(REAL x)
     return bits;
 }
 
-TARGET INLINE REAL NAME(size)(REAL x)
-{
-#if WIDE
-    return __builtin_fabs(x);
-#else
-    return __builtin_fabsf(x);
-#endif
-}
-
 /* a b + c. Only the cube root and the sums may leave the product unrounded, where there is such
    an instruction. */
 TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
@@ -106,12 +97,13 @@ struct NAME(lanes) {
 };
 
 TARGET INLINE void NAME(add)(struct NAME(lanes) *lanes, int64_t i, REAL weighted, REAL away,
-                             REAL s, REAL root)
+                             REAL s, REAL u, REAL root)
 {
     REAL *agreement = &lanes->of[AGREEMENT][i];
     *agreement = NAME(fused)(weighted, away, *agreement); /* λ_k ⟨g_k, x_0 - x_k⟩ */
-    lanes->of[NORM][i] += NAME(size)(s);                  /* ‖s_{k+1}‖₁ */
-    lanes->of[ROOTS][i] += root;                          /* Σ ∛ν_{k+1} */
+    REAL *product = &lanes->of[PRODUCT][i];
+    *product = NAME(fused)(s, u, *product); /* ⟨s_{k+1}, x_0 - z_{k+1}⟩ */
+    lanes->of[ROOTS][i] += root;            /* Σ ∛ν_{k+1} */
 }
 
 TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *restrict sums)
@@ -126,7 +118,8 @@ TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *
 
 /* Of gradient, parameter and state, what the step starts from. PLAIN: without decay, maximize or
    a GradScaler, which spares a tenth of the instructions. */
-#define EFFECTIVE(g, p) (plain ? (g) : (g) * h.sign + (p) * h.decay)
+#define LOSS(g) (plain ? (g) : (g) * h.sign)
+#define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (p) * h.decay)
 #define SHRUNK(x) (plain ? (x) : (x) * h.shrink)
 
 TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
@@ -141,9 +134,10 @@ TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
         REAL s = SHRUNK(grad_sum[i]) + g * h.weight; /* s_{k+1} = s_k + λ_k g_k */
         REAL v = grad_sq_sum[i] + g * h.weight * g;  /* ν_{k+1} = ν_k + λ_k g_k² */
         REAL root = NAME(cbrt)(v);
-        REAL z = x0 - NAME(displacement)(s, root, h.eps); /* z_{k+1} = x_0 - s_{k+1} / (∛ν + ε) */
+        REAL u = NAME(displacement)(s, root, h.eps);
+        REAL z = x0 - u; /* z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε) */
         if (lanes)
-            NAME(add)(lanes, i, g * h.weight, initial_param[i] - param[i], s, root);
+            NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, initial_param[i] - param[i], s, u, root);
         grad_sum[i] = s;
         grad_sq_sum[i] = v;
         param[i] = x - (x - z) * h.c; /* x_{k+1} = (1-c) x_k + c z_{k+1} */
@@ -164,9 +158,10 @@ TARGET INLINE void NAME(without_momentum)(int plain, struct NAME(constants) h, i
         REAL v = grad_sq_sum[i] + g * h.weight * g;
         REAL old = NAME(displacement)(grad_sum[i], NAME(cbrt)(grad_sq_sum[i]), h.eps);
         REAL root = NAME(cbrt)(v);
-        REAL move = NAME(displacement)(s, root, h.eps) - SHRUNK(old);
-        if (lanes)
-            NAME(add)(lanes, i, g * h.weight, old, s, root); /* old is x_0 - x_k */
+        REAL u = NAME(displacement)(s, root, h.eps);
+        REAL move = u - SHRUNK(old);
+        if (lanes) /* old is x_0 - x_k */
+            NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, old, s, u, root);
         grad_sum[i] = s;
         grad_sq_sum[i] = v;
         param[i] = x - move; /* x_{k+1} = z_{k+1} */

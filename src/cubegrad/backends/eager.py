@@ -32,6 +32,8 @@ class TorchFunctions:
     def total(x: Tensor) -> Tensor:
         return x.sum(dtype=torch.float64)
 
+    sqrt = staticmethod(torch.sqrt)
+
     @staticmethod
     def larger(a: Tensor, b: Tensor | float) -> Tensor:
         return torch.fmax(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
