@@ -198,12 +198,29 @@ def watched(name: str) -> Problem:
             rate = {"auto_lr": median(float(m["lr"]) for m in memories)} if memories else {}
             return {**task.evaluate(model, split), **rate}
 
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            return task.loss(model, batch) * float(scale or 1)
-
-        return replace(task, evaluate=evaluate, loss=loss)
+        changes = scaled(task, float(scale)) if scale else {}
+        return replace(task, evaluate=evaluate, **changes)
 
     return replace(problem, name=name, build=build)
+
+
+def scaled(task: Task, scale: float) -> dict[str, Any]:
+    """What makes a task's loss that much larger, or its gradients, where it has its own step."""
+    own, seen = task.step, set[int]()
+    if own is None:
+        return {"loss": lambda model, batch: task.loss(model, batch) * scale}
+
+    def enlarge(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            torch._foreach_mul_([p.grad for p in group["params"] if p.grad is not None], scale)
+
+    def step(optimizer: Optimizer, batch: Any) -> Tensor:
+        if id(optimizer) not in seen:
+            optimizer.register_step_pre_hook(enlarge)
+            seen.add(id(optimizer))
+        return own(optimizer, batch)
+
+    return {"step": step}
 
 
 METHODS |= {name: Method(name, partial(Auto, parts=p), (1, 1)) for name, p in CANDIDATES.items()}

@@ -60,10 +60,11 @@ def test_every_backend_runs_the_formulas(backend: cases.Backend, options: dict[s
     params = [cases.parameter(value, backend.device) for value in values]
     judge = oracle.Estimate([oracle.Madgrad(cases.numbers(value)) for value in values])
     optimizer = build(backend, params, options)
-    o = cases.settings(options)
+    o, first = cases.settings(options), 0.0
     for k in range(6 if backend.interpreted else 40):
         grads = gradients([param.cpu() for param in params], k)
         judge.step([cases.numbers(grad) for grad in grads], o, factor_at(k))
+        first = judge.distance if k == 0 else first
         stepped(optimizer, params, range(k, k + 1), backend.device)
         assert optimizer.estimated_lr() == pytest.approx(judge.lr, rel=1e-9)
         for param, run in zip(params, judge.runs, strict=True):
@@ -73,7 +74,7 @@ def test_every_backend_runs_the_formulas(backend: cases.Backend, options: dict[s
     row = optimizer.param_groups[0]["estimate"].tolist()
     expected = (judge.distance, judge.agreement, judge.lr, judge.weight_sum, judge.runs[0].k)
     assert row == pytest.approx(expected, rel=1e-8)
-    assert backend.interpreted or judge.distance > 0.02  # it grew
+    assert backend.interpreted or judge.distance > 2 * first  # it grew
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
@@ -215,7 +216,7 @@ def test_a_damaged_estimate_is_refused(estimate: Any) -> None:
     saved["param_groups"][0]["estimate"] = estimate
     with (
         cases.no_change(*case.net.parameters()),
-        pytest.raises(ValueError, match="must be five finite numbers"),
+        pytest.raises(ValueError, match="must be five numbers"),
     ):
         case.optimizer.load_state_dict(saved)
     case.train(range(2, 3))
@@ -358,3 +359,21 @@ def test_a_run_that_diverges_says_so_and_does_not_raise() -> None:
     case.optimizer.step()
     case.optimizer.step()
     assert not case.weights().isfinite().all()
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = MADGRAD(params, lr="auto", foreach=False)
+    with cases.no_change(params[0]), pytest.raises(ValueError, match="on cpu and meta; build an"):
+        optimizer.step()
+
+
+def test_a_run_that_diverged_can_be_saved_and_loaded() -> None:
+    case = Case()
+    case.train(range(3))
+    case.optimizer.param_groups[0]["estimate"][2] = math.inf
+    again = Case()
+    again.optimizer.load_state_dict(case.optimizer.state_dict())
+    assert again.optimizer.estimated_lr() == math.inf

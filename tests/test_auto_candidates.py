@@ -1,12 +1,13 @@
 """The rules that choose a rate by themselves: their table, and that they train and go on."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cubegrad.study import methods
+from cubegrad.study import Task, methods
 from cubegrad.study.records import Record, Runs, Settings
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -116,3 +117,29 @@ def test_every_candidate_moves_and_goes_on_from_its_state_dict(candidates):
 def test_the_distance_stays_below_the_true_one_on_a_convex_problem(candidates):
     _, d = descend(candidates, candidates.CANDIDATES["distance"], ())
     assert 0.01 < d < 4  # ‖x_0 − x*‖_∞
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "own-step"])
+def test_a_scaled_problem_has_scaled_gradients(candidates, own):
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def loss(model, batch):
+        return model(batch).sum()
+
+    def step(optimizer, batch):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+    task = Task(model, lambda _: [], loss, lambda *_: {}, 1, step=step if own else None)
+    task = replace(task, **candidates.scaled(task, 1000.0))
+    before, batch = model.weight.item(), torch.ones(1, 1)
+    for _ in range(2):
+        if own:
+            task.step(optimizer, batch)
+        else:
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+    assert model.weight.item() == pytest.approx(before - 2000.0)

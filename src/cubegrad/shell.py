@@ -135,7 +135,7 @@ class Shell(Optimizer):
         """Not the first step of an estimated lr, which looks at its numbers."""
         if self._estimate is None:
             return not any(group["auto_lr"] for group in self.param_groups)
-        return self._estimate.belongs_to(self.param_groups)
+        return self._estimate.belongs_to(self.param_groups) and not self._estimate.is_spread
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_untraced(self) -> None:
@@ -397,9 +397,10 @@ def _in_order(group: list[Tensor], some: list[Tensor]) -> list[Tensor]:
 
 def _times(estimated: float | Tensor, factor: float | Tensor) -> float | Tensor:
     """Without a launch where there is nothing to do."""
-    if not isinstance(factor, Tensor) and factor == 1:
-        return estimated
-    return estimated * factor
+    if isinstance(factor, Tensor):
+        # The step will write over the estimate, which autograd may keep for the factor's sake.
+        return (estimated.clone() if isinstance(estimated, Tensor) else estimated) * factor
+    return estimated if factor == 1 else estimated * factor
 
 
 def _scalar(value: float | Tensor, on_device: bool) -> float | Tensor:

@@ -1,11 +1,12 @@
-"""How a step is executed. `choose` is the only decision about hardware.
+"""How a step is executed. The decisions about hardware are made here, and nowhere else.
 
 A backend is a module with a function `step(method, h, params, grads, steps, buffers)`. The lists
 run in parallel: real dense tensors, the step counters, and for each name of the method's layout
 (`states.LAYOUTS`) a list of buffers, left out at the end when the method runs without it. The
 backend updates params, buffers and steps in place, and nothing else. A fused backend keeps the
 step counters on the device of their parameters, and has a class `Launch` (`prepared.Launch`),
-with which a step that repeats itself is made ready once.
+with which a step that repeats itself is made ready once; on a GPU also a function `advance`, which
+moves the numbers of an estimated learning rate on.
 """
 
 import importlib

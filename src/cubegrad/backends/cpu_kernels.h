@@ -315,6 +315,7 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
         to[i] = NAME(cbrt)(from[i]);
 }
 
+#undef LOSS
 #undef EFFECTIVE
 #undef SHRUNK
 #undef PASTE

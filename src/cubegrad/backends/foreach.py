@@ -32,9 +32,6 @@ class TensorList:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tuple(tensors)
 
-    def __abs__(self) -> "TensorList":
-        return TensorList(torch._foreach_abs(self.tensors))
-
     def __neg__(self) -> "TensorList":
         return TensorList(torch._foreach_neg(self.tensors))
 

@@ -1,4 +1,4 @@
-"""One kernel: every tensor of a group in one launch, at the speed of the memory.
+"""Every tensor of a group in one launch, at the speed of the memory.
 
 The kernel finds its tensors through tables of addresses in device memory. `rows` holds, for each
 tensor, what stays in place from step to step; `grads` the addresses of the gradients, which do
@@ -99,6 +99,8 @@ class Launch:
             self._run(h, table)
 
     def _run(self, h: Hyper, table: Tensor) -> None:
+        if _capturing(self.device):  # a graph knows addresses only
+            CAPTURED.append((self, table))
         moving = (h.lr, h.momentum, 1.0 if h.shrink is None else h.shrink)
         host = [0.0 if isinstance(number, Tensor) else number for number in moving]
         doubles = PACK_DOUBLES(*host, h.eps, h.weight_decay, -1.0 if h.maximize else 1.0)

@@ -1,11 +1,11 @@
-"""The kernel of the Triton backend. It is Triton's language in Python's clothes."""
+"""The kernels of the Triton backend. They are Triton's language in Python's clothes."""
 
 import triton
 import triton.language as tl
 
 ROW = tl.constexpr(8)  # parameter, two or three buffers, step count, elements; 64 bytes
-# Blocks are summed up in pieces that one warp holds, so that no warp waits for another before the
-# unit is done.
+# Blocks are summed up in pieces that one warp holds (of float32 state), so that no warp waits for
+# another before the unit is done.
 PIECES = tl.constexpr(8)
 
 
@@ -225,7 +225,7 @@ def advance_estimate(
     newest = tl.load(told, real, 0.0)
     product = tl.sum(tl.load(told + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
     roots = tl.load(told + 2, real, 0.0)
-    norm = tl.sqrt(product * tl.sum(roots, 0))
+    norm = tl.sqrt(product) * tl.sqrt(tl.sum(roots, 0))  # ‖s‖ √tr A
     for column in tl.static_range(3):
         tl.store(told + column, tl.zeros((GROUPS,), tl.float64), real)
     finite = True
