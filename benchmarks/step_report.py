@@ -33,6 +33,7 @@ class Row:
     floor_ms: float | None = None
     percent_of_floor: float | None = None
     adam_beside_ms: float | None = None  # fused Adam's, in turns with this row's own steps
+    other_beside_ms: float | None = None  # likewise of the other that a contender names
     speed_vs_adam_fused: float | None = None
 
 

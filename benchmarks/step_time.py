@@ -225,9 +225,10 @@ def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
     if contender.graph and rig.device.type != "cuda":
         raise RuntimeError("a CUDA graph needs a GPU")
     contestants = [ready(case, contender, rig.device)]
-    if rig.device.type == "cpu" and contender.name != ADAM_FUSED:
-        adam = next(c for c in case.contenders if c.name == ADAM_FUSED)
-        contestants.append(ready(case, adam, rig.device))
+    by_name = {c.name: c for c in case.contenders}
+    if rig.device.type == "cpu":
+        others = [ADAM_FUSED, contender.beside] if contender.name != ADAM_FUSED else []
+        contestants += [ready(case, by_name[name], rig.device) for name in others if name]
     times, *beside = repeated(contestants, rig)
     low, middle, high = (1e3 * t for t in quantiles(times, n=4, method="inclusive"))
     own = contestants[0]
@@ -239,6 +240,7 @@ def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
         "bytes_per_parameter": bytes_per_parameter(own.opt, own.params),
         "peak_extra_mb": own.peak_extra_mb,
         "adam_beside_ms": 1e3 * median(beside[0]) if beside else None,
+        "other_beside_ms": 1e3 * median(beside[1]) if len(beside) > 1 else None,
     }
 
 

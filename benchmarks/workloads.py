@@ -23,6 +23,7 @@ class Contender:
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     graph: bool = False  # time the replay of a CUDA graph of one step
+    beside: str = ""  # another to take turns with on a CPU, whose times are recorded too
 
     def build(self, params: list[Tensor]) -> Optimizer:
         return getattr(importlib.import_module(self.module), self.kind)(params, **self.options)
@@ -42,7 +43,13 @@ CONTENDERS = (
         {"fused": True, "capturable": True},
         graph=True,
     ),
-    Contender("cubegrad MADGRAD fused, lr auto", "cubegrad", "MADGRAD", AUTO),
+    Contender(
+        "cubegrad MADGRAD fused, lr auto",
+        "cubegrad",
+        "MADGRAD",
+        AUTO,
+        beside="cubegrad MADGRAD fused",
+    ),
     Contender(
         "cubegrad MADGRAD fused, lr auto, graph replay",
         "cubegrad",

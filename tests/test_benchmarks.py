@@ -48,6 +48,8 @@ def test_every_case_is_timed_against_its_floor(measured):
         assert row["median_ms"] > 0
         assert row["percent_of_floor"] > 0
         assert rows[case, "torch Adam fused"]["speed_vs_adam_fused"] == pytest.approx(1.0)
+    assert rows["one", "cubegrad MADGRAD fused, lr auto"]["other_beside_ms"] > 0
+    assert rows["one", "cubegrad MADGRAD fused"]["other_beside_ms"] is None
     expected = {
         ("one", "cubegrad MADGRAD"): 32,
         ("one", "cubegrad MADGRAD fused, lr auto"): 32,
