@@ -154,9 +154,9 @@ def test_a_skipped_step_loses_nothing_when_momentum_is_switched_off():
 def test_what_is_made_inside_a_capture_is_kept_and_not_repeated(monkeypatch):
     """A graph's replay reads the tables again; outside it they were never filled."""
     kept = []
-    monkeypatch.setattr(triton_backend, "_capturing", lambda _: True)
+    monkeypatch.setattr(triton_backend, "capturing", lambda: True)
     monkeypatch.setattr(triton_backend, "CAPTURED", kept)
-    monkeypatch.setattr(shell, "_capturing", lambda: True)
+    monkeypatch.setattr(shell, "capturing", lambda: True)
     params = params_of([(5,), (3, 4)])
     optimizer = cases.build(cases.MADGRAD, FUSED, params, {"capturable": True})
     for param in params:
@@ -166,3 +166,23 @@ def test_what_is_made_inside_a_capture_is_kept_and_not_repeated(monkeypatch):
     assert all(launch.rows.numel() for launch, *_ in kept)
     assert any(params[0] is tensor for launch, *_ in kept for tensor in launch.alive[0])
     assert any(params[0].grad is tensor for launch, *_ in kept for tensor in launch.alive[1])
+
+
+def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
+    """Made before the capture, and dropped later by the steps that go on without the graph."""
+    params = params_of([(5,), (3, 4)])
+    optimizer = cases.build(cases.MADGRAD, FUSED, params, {"capturable": True})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        optimizer.step()
+    (prepared, _) = optimizer._repeated.prepared[0]
+    kept = []
+    monkeypatch.setattr(triton_backend, "capturing", lambda: True)
+    monkeypatch.setattr(triton_backend, "CAPTURED", kept)
+    monkeypatch.setattr(shell, "capturing", lambda: True)
+    optimizer.step()
+    tables = [table for part in prepared.parts for _, table in part.tables]
+    assert tables
+    for table in tables:
+        assert any(table is one for _, one in kept)

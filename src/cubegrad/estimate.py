@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cubegrad import backends, rule, sharding, states
 from cubegrad.backends.eager import TorchFunctions
+from cubegrad.backends.prepared import capturing
 from cubegrad.options import Hyper
 
 Group = dict[str, Any]
@@ -50,7 +51,7 @@ class Estimate:
     def renewed(self) -> float | Tensor:
         """γ for the step that begins, without any group's factor, and sums that start at 0."""
         # A graph is replayed whatever the step before it left, and a trace should not ask.
-        if torch.compiler.is_compiling() or _capturing(self.values.device) or not self.cleared:
+        if torch.compiler.is_compiling() or capturing() or not self.cleared:
             self.sums.zero_()
         self.cleared = False
         for part in self.parts:
@@ -95,7 +96,7 @@ class Estimate:
             kept = torch.stack([self._here(1.0 if h.shrink is None else h.shrink) for h in hypers])
         counts = self._counted()
         kernel(self.values, self.sums, rates, kept, counts, hypers[0].found_inf)
-        self.cleared = not _capturing(self.values.device)
+        self.cleared = not capturing()
 
     def _here(self, number: float | Tensor) -> Tensor:
         if isinstance(number, Tensor):
@@ -107,7 +108,7 @@ class Estimate:
         if key in self.tables:
             return self.tables[key]
         counts = torch.stack([self._here(float(count)) for count in key])
-        if not _capturing(self.values.device):  # else only the graph's replay fills it
+        if not capturing():  # else only the graph's replay fills it
             self.tables[key] = counts
         return counts
 
@@ -188,7 +189,7 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     """
     device = _device_of(groups)
     _refuse_several(groups)
-    if _capturing(device):
+    if capturing():
         raise RuntimeError(
             "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
             "step before the capture"
@@ -298,10 +299,6 @@ def lr_of(row: Tensor) -> float:
 
 def coordinates(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_several(groups: Sequence[Group]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from cubegrad import backends, estimate, options, rule, sharding, sparse, states
 from cubegrad.backends.eager import TorchFunctions
-from cubegrad.backends.prepared import Member, Prepared, Repeated, prepare
+from cubegrad.backends.prepared import Member, Prepared, Repeated, capturing, prepare
 from cubegrad.estimate import Estimate
 from cubegrad.hooks import straight
 from cubegrad.options import Hyper
@@ -177,7 +177,7 @@ class Shell(Optimizer):
         backend = self._backend(group)
         if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
             return None
-        if _capturing():  # its tables would exist in the graph's replay only
+        if capturing():  # its tables would exist in the graph's replay only
             return None
         spreads = set(map(sharding.spread, group["params"])) if group["auto_lr"] else {None}
         if len(spreads) > 1:  # their sums are added up among different processes
@@ -337,7 +337,7 @@ class Shell(Optimizer):
 
     def _refuse_blind_capture(self) -> None:
         """A CUDA graph would freeze a step count and an lr that live on the host."""
-        if _capturing() and not all(group["capturable"] for group in self.param_groups):
+        if capturing() and not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(
                 "step() is being captured in a CUDA graph with capturable=False, and would replay "
                 "one step count for ever; build the optimizer with capturable=True"
@@ -365,11 +365,6 @@ class Shell(Optimizer):
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-
-def _capturing() -> bool:
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return bool(started and torch.cuda.is_current_stream_capturing())
 
 
 def _with_sums(h: Hyper, spread: sharding.Spread) -> Hyper:

@@ -26,6 +26,12 @@ ELEMENTS_PER_LAUNCH = 2_000_000
 TABLES_KEPT = 16
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being made: what is allocated now has its values in a replay only."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(started and torch.cuda.is_current_stream_capturing())
+
+
 class Journal:
     """Whether any of the dicts that write into it has changed."""
 

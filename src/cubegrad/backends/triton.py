@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cubegrad.backends.prepared import rows_of, step_once
+from cubegrad.backends.prepared import capturing, rows_of, step_once
 from cubegrad.backends.triton_kernel import advance_estimate, step_units
 from cubegrad.options import Hyper
 
@@ -47,10 +47,6 @@ CAPTURED: list[Any] = []
 ADVANCING: dict[tuple[Any, ...], Callable[..., None]] = {}  # compiled, by what they were made for
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
     """On the host, where the device can fetch it while the host goes on."""
     return host if device.type == "cpu" else host.pin_memory()
@@ -75,7 +71,7 @@ class Launch:
         units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
-        if _capturing(self.device):  # each replay uploads the tables anew
+        if capturing():  # each replay uploads the tables anew
             CAPTURED.append((self, rows, units))
         self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
         self.programs = len(units)
@@ -88,10 +84,10 @@ class Launch:
         """The gradients' addresses on the device. What a graph uploads, only its replay has."""
         host = _pinned(torch.frombuffer(bytearray(grads), dtype=torch.int64), self.device)
         table = host.to(self.device, non_blocking=True)
-        capturing = _capturing(self.device)
-        if capturing:
+        lasting = not capturing()
+        if not lasting:
             CAPTURED.append((self, host, table))
-        return table, not capturing
+        return table, lasting
 
     def run(self, h: Hyper, table: Tensor) -> None:
         """Update everything, with the gradients that the table lists."""
@@ -99,7 +95,7 @@ class Launch:
             self._run(h, table)
 
     def _run(self, h: Hyper, table: Tensor) -> None:
-        if _capturing(self.device):  # a graph knows addresses only
+        if capturing():  # a graph knows addresses only
             CAPTURED.append((self, table))
         moving = (h.lr, h.momentum, 1.0 if h.shrink is None else h.shrink)
         host = [0.0 if isinstance(number, Tensor) else number for number in moving]
