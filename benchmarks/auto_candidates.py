@@ -53,6 +53,7 @@ class Parts:
     scale: str = "mean"  # H^{2/3} = mean ∛ν/(Σλ)^{1/3}; or max: the largest rms gradient
     start: float = 0.01  # d_0
     relative: bool = True  # in units of rms(x_0)
+    growth: float = math.inf  # at most so many times as large after a step
     alone: bool = False  # a d and an H for each tensor
 
 
@@ -61,6 +62,7 @@ CANDIDATES = {
     "distance-2": Parts(pace=2.0),  # d twice as large
     "distance-z": Parts(point="z"),  # with z in place of x
     "distance-A": Parts(norm="A"),  # with √(Σ s²/∛ν · Σ∛ν) in place of ‖s‖₁
+    "distance-A-slow": Parts(norm="A", start=0.02, growth=1.02),
     "distance-0.02": Parts(start=0.02),  # d_0 = 0.02 rms(x_0)
     "distance-0.03": Parts(start=0.03),
     "distance-quiet": Parts(norm="quiet"),  # with Σ√(s² − ν Σλ²/Σλ), s less its noise
@@ -164,7 +166,7 @@ class Auto(Optimizer):
             m["weight_sq"] += weight * weight
             m["size"] = (mean(root) / m["weight"].pow(1 / 3)).pow(1.5)
             seen = estimate(parts, m, factor, weight, g * away, u, root)
-            m["d"] = torch.maximum(m["d"], seen)
+            m["d"] = torch.maximum(m["d"], torch.minimum(seen, m["d"] * parts.growth))
 
 
 def begin(parts: Parts, x: Tensor, g: Tensor) -> Memory:

@@ -193,14 +193,23 @@ def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_records(folder: Path, under_way: bool = False) -> None:
-    """Until a run is recorded and, if asked for, another one has a checkpoint."""
+def wait_for_records(folder: Path, stop: subprocess.Popen[str] | None = None) -> None:
+    """Until a run is recorded; with a process to stop, it stands where another has a checkpoint.
+
+    Stopped first and looked at then: runs that began together end together, and the checkpoint
+    seen a moment ago may be that of a run which is being recorded.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        records = Runs(folder).load()[0]
-        saved = {path.stem for path in (folder / "checkpoints").glob("*.pt")}
-        if records and (saved - records.keys() or not under_way):
-            return
+        if Runs(folder).load()[0]:
+            if stop is None:
+                return
+            stop.send_signal(signal.SIGSTOP)
+            records = Runs(folder).load()[0]
+            saved = {path.stem for path in (folder / "checkpoints").glob("*.pt")}
+            if saved - records.keys():
+                return
+            stop.send_signal(signal.SIGCONT)
         time.sleep(0.02)
     pytest.fail("no record after a minute")
 
@@ -208,7 +217,7 @@ def wait_for_records(folder: Path, under_way: bool = False) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
 def test_a_sweep_killed_with_sigkill_goes_on_where_it_was(tmp_path: Path) -> None:
     process = start(tmp_path / "killed", 2, sleep=0.2)
-    wait_for_records(tmp_path / "killed", under_way=True)
+    wait_for_records(tmp_path / "killed", stop=process)
     workers = [one.pid for one in processes() if one.parent == process.pid]
     assert len(workers) >= 2
     process.kill()
