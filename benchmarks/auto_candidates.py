@@ -208,7 +208,7 @@ def watched(name: str) -> Problem:
 
 def scaled(task: Task, scale: float) -> dict[str, Any]:
     """What makes a task's loss that much larger, or its gradients, where it has its own step."""
-    own, seen = task.step, set[int]()
+    own, hooked = task.step, set[Optimizer]()
     if own is None:
         return {"loss": lambda model, batch: task.loss(model, batch) * scale}
 
@@ -217,9 +217,9 @@ def scaled(task: Task, scale: float) -> dict[str, Any]:
             torch._foreach_mul_([p.grad for p in group["params"] if p.grad is not None], scale)
 
     def step(optimizer: Optimizer, batch: Any) -> Tensor:
-        if id(optimizer) not in seen:
+        if optimizer not in hooked:
             optimizer.register_step_pre_hook(enlarge)
-            seen.add(id(optimizer))
+            hooked.add(optimizer)
         return own(optimizer, batch)
 
     return {"step": step}
