@@ -115,7 +115,8 @@ class Estimate:
     def step(self, grads: list[Array], o: Settings, factor: float = 1.0) -> None:
         effective = [o.gradient(r.x, g)[0] for r, g in zip(self.runs, grads, strict=True)]
         if not self.distance:
-            self.distance = max(1e-6, 0.02 * np.sqrt(self.mean([r.x**2 for r in self.runs])))
+            moved = [r.x[g != 0] for r, g in zip(self.runs, effective, strict=True)]
+            self.distance = max(1e-6, 0.02 * np.sqrt(np.mean(np.concatenate(moved) ** 2)))
             self.scale = self.mean([np.abs(g) ** (2 / 3) for g in effective])
         lr = self.lr
         weight = factor * lr * np.sqrt(self.runs[0].k + 1)

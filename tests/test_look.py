@@ -63,10 +63,10 @@ CHANGES = {
 def test_both_looks_agree(change):
     arrange, still_fits = CHANGES[change]
     params = params_of()
-    quick, plain = look.signature(params), look.plain_signature(params)
+    quick, plain = look.signature(params, []), look.plain_signature(params, [])
     arrange(params)
-    addresses = look.addresses(params, quick)
-    assert addresses == look.plain_addresses(params, plain)
+    addresses = look.addresses(params, [], quick)
+    assert addresses == look.plain_addresses(params, [], plain)
     assert (addresses is not None) == still_fits
     if still_fits:
         found = [int.from_bytes(addresses[i : i + 8], "little") for i in range(0, 48, 8)]
@@ -76,25 +76,25 @@ def test_both_looks_agree(change):
 def test_strides_exchanged_in_place_are_seen():
     param = torch.nn.Parameter(torch.ones(4, 4))
     param.grad = torch.ones(4, 4)
-    quick, plain = look.signature([param]), look.plain_signature([param])
+    quick, plain = look.signature([param], []), look.plain_signature([param], [])
     param.data = param.data.t()  # the same address
-    assert look.addresses([param], quick) is None
-    assert look.plain_addresses([param], plain) is None
+    assert look.addresses([param], [], quick) is None
+    assert look.plain_addresses([param], [], plain) is None
 
 
 def test_no_signature_without_gradients():
     params = params_of()
     params[2].grad = None
-    assert look.signature(params) is None
-    assert look.plain_signature(params) is None
+    assert look.signature(params, []) is None
+    assert look.plain_signature(params, []) is None
 
 
 def test_swapped_tensors_are_looked_at_where_they_are_now():
     params = params_of()
-    signature = look.signature(params)
+    signature = look.signature(params, [])
     torch.utils.swap_tensors(params[0], copy.deepcopy(params[0]))
     params[0].grad = torch.ones(4, 5)
-    assert look.addresses(params, signature) is None
+    assert look.addresses(params, [], signature) is None
 
 
 @pytest.mark.parametrize("bad", [(1,), ([torch.ones(1)], "text"), ([1],), ()])

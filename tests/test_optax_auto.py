@@ -44,7 +44,8 @@ def reference(x0, grads, factors, momentum=0.9, decay=0.0, shrink=None, sign=1.0
     `shrink(γ, factor)` is what decoupled decay multiplies by.
     """
     x, origin, s, v = x0.copy(), x0.copy(), np.zeros_like(x0), np.zeros_like(x0)
-    distance, agreement, weights = max(0.02 * np.sqrt(np.mean(x0**2)), 1e-6), 0.0, 0.0
+    moved = (sign * grads[0] + decay * x0) != 0
+    distance, agreement, weights = max(0.02 * np.sqrt(np.mean(x0[moved] ** 2)), 1e-6), 0.0, 0.0
     seen = []
     for k, (grad, factor) in enumerate(zip(grads, factors, strict=True)):
         g = sign * grad + decay * x
@@ -72,7 +73,9 @@ def scanned(tx, params, grads):
     def body(carry, grad):
         params, state = carry
         updates, later = tx.update(grad, state, params)
-        seen = state.estimate.distance, estimated_lr(later)
+        # Before the first gradient there is no D; after the first step it is still D_0.
+        distance = jnp.where(state.estimate.distance > 0, state.estimate[0], later.estimate[0])
+        seen = distance, estimated_lr(later)
         return (optax.apply_updates(params, updates), later), seen
 
     return jax.jit(lambda *carry: lax.scan(body, carry, grads))(params, tx.init(params))
@@ -187,11 +190,11 @@ def test_without_a_factor_or_a_gradient_nothing_moves(momentum):
     factors = jnp.array([1.0, 0.0, 0.0, 1.0])
     tx = madgrad("auto", momentum=momentum, lr_factor=lambda count: factors[count])
     params, state, step = start, tx.init(start), stepper(tx)
-    np.testing.assert_allclose(state.estimate.distance, 0.02 / 3**0.5, rtol=1e-6)
     assert estimated_lr(state) == 0
     params, state = step(params, state, {"w": jnp.zeros(3)})
     assert estimated_lr(state) == 0
     params, state = step(params, state, grad)
+    np.testing.assert_allclose(state.estimate.distance, 0.02 / 3**0.5, rtol=1e-6)
     assert same_bits(params, start)
     np.testing.assert_allclose(state.estimate.gradient_scale, (1 + 4 + 9) / 3, rtol=1e-6)
     params, state = step(params, state, {"w": jnp.full(3, 1e6)})
@@ -202,7 +205,8 @@ def test_without_a_factor_or_a_gradient_nothing_moves(momentum):
 
 
 def test_a_start_at_the_origin_has_a_least_distance():
-    state = madgrad("auto").init(jnp.zeros(3))
+    tx = madgrad("auto")
+    _, state = stepper(tx)(jnp.zeros(3), tx.init(jnp.zeros(3)), jnp.ones(3))
     np.testing.assert_allclose(state.estimate.distance, 1e-6, rtol=1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 from cases import BACKENDS
 
 from cubegrad import shell
-from cubegrad.backends import prepared
+from cubegrad.backends.watched import Journal, Watched
 
 triton_backend = pytest.importorskip("cubegrad.backends.triton")
 
@@ -107,30 +107,14 @@ def test_a_repeated_step_is_prepared_and_follows_every_change():
     ],
 )
 def test_a_watched_state_notes_every_way_to_change_it(change):
-    journal = prepared.Journal()
-    watched = prepared.Watched({"a": torch.zeros(1)}, journal)
+    journal = Journal()
+    watched = Watched({"a": torch.zeros(1)}, [], journal)
     assert watched["a"] == 0
     assert type(copy.deepcopy(watched)) is dict
     assert type(pickle.loads(pickle.dumps(watched))) is dict
     assert not journal.changed
     change(watched)
     assert journal.changed
-
-
-def test_large_tensors_go_first_and_the_rest_follows(monkeypatch):
-    monkeypatch.setattr(prepared, "ELEMENTS_PER_CHECK", 1)
-    monkeypatch.setattr(prepared, "ELEMENTS_PER_LAUNCH", 100)
-    shapes = [(3,)] * 5 + [(2000,)] + [(4,)] * 5
-    twins = Twins(*shapes)
-    twins.step()
-    parts = twins.optimizers[0]._repeated.prepared[0][0].parts
-    assert [len(part.params) for part in parts] == [1, 10]
-    assert parts[0].params[0].numel() == 2000
-    twins.step()
-    twins.step(lambda params, _: setattr(params[3], "grad", None))  # the second part no longer fits
-    twins.step()
-    assert twins.optimizers[0].state[twins.sides[0][3]]["step"] == 3
-    assert twins.optimizers[0].state[twins.sides[0][5]]["step"] == 4
 
 
 def test_a_skipped_step_loses_nothing_when_momentum_is_switched_off():

@@ -84,7 +84,8 @@ def groups_in_turns(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
         if k == 6:
             optimizer.add_param_group({"params": params[3:], "lr": 0.0})
         for param in params:
-            param.grad = param.detach() - 3 + 0.1 * cases.randn(param.shape, torch.float64, k)
+            noise = cases.randn(param.shape, torch.float64, k).to(DEVICE)
+            param.grad = param.detach() - 3 + 0.1 * noise
         if k in (3, 4):
             params[0].grad = None
         optimizer.step()

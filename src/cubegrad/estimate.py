@@ -1,10 +1,11 @@
 """A learning rate that is estimated: what is kept of it, and how a step moves it on.
 
-One estimate serves all groups; a group's own `lr` is a factor on it. All of it are numbers on the
-device, so that no step but the first waits for them.
+One estimate serves all groups; a group's own `lr` is a factor on it. Everything stays on the
+device, so that no step but the first waits for it.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Estimate:
         self.cleared = False  # whether a kernel has set `sums` to 0 for the next step
         # Counts on the device. None is dropped, as a captured graph may read it.
         self.tables: dict[tuple[int, ...], Tensor] = {}
-        self.idle: list[list[Tensor]] = [[] for _ in groups]  # which have been, and are not now
+        self.idle: list[list[Tensor]] = [[] for _ in groups]  # stepped before, no gradient now
 
     def belongs_to(self, groups: Sequence[Group]) -> bool:
         return len(groups) == len(self.rows) and all(
@@ -65,7 +66,10 @@ class Estimate:
 
     @torch.no_grad()
     def advance(
-        self, factors: Sequence[Any], hypers: Sequence[Hyper], kernel: Callable[..., None] | None
+        self,
+        factors: Sequence[Any],
+        hypers: Sequence[Hyper],
+        kernel: Callable[..., None] | None = None,
     ) -> None:
         """One step on, after every group has added its sums; not where inf was found."""
         found_inf = hypers[0].found_inf
@@ -114,7 +118,7 @@ class Estimate:
 
     def _moved(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
         rows, totals = ([row.unbind() for row in table] for table in (self.values, self.sums))
-        return _moved(Scalars, rows, totals, factors, self.counts, hypers)
+        return _moved(TorchFunctions, rows, totals, factors, self.counts, hypers)
 
     def _advance_on_host(self, factors: Sequence[float], hypers: Sequence[Hyper]) -> None:
         """In Python's numbers, which are quicker than tensors of one number each."""
@@ -126,16 +130,8 @@ class Estimate:
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
 
 
-class Scalars(TorchFunctions):
-    """The rule's functions of tensors of one number."""
-
-    @staticmethod
-    def where(condition: Tensor, a: Tensor, b: Tensor | float) -> Tensor:
-        return torch.where(condition, a, b)
-
-
 class Numbers:
-    """And of Python's own."""
+    """The rule's functions of Python's own numbers."""
 
     @staticmethod
     def quotient(numerator: float, denominator: float) -> float:
@@ -171,7 +167,7 @@ def _moved(
         one = xp.where(weighted, weight_sum, 1.0)
         scales = scales + xp.where(weighted, rule.gradient_scale(root_sum, one), 0.0)
         coordinates = coordinates + weighted * count
-        own.append((rule.agreement(h, row[1], newest), weight_sum))
+        own.append((rule.agreement(xp, h, row[1], newest), weight_sum))
     agreement = sum(mine for mine, _ in own)
     product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
     distance = rule.distance(xp, distance, agreement, product, root_sum)
@@ -188,7 +184,6 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
     device = _device_of(groups)
-    _refuse_several(groups)
     if capturing():
         raise RuntimeError(
             "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
@@ -218,24 +213,88 @@ def _first_row(
     groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device
 ) -> Tensor | None:
     spreads = dict.fromkeys(sharding.spread(p) for group in groups for p in group["params"])
-    sums = {s: torch.zeros(2, dtype=torch.float64, device=device) for s in spreads}
+    sums = {s: torch.zeros(3, dtype=torch.float64, device=device) for s in spreads}
+    largest = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
     for group, h in zip(groups, hypers, strict=True):
         for param in group["params"]:
             if param.grad is not None:
                 x, grad = _seen(h, param)
-                pair = (rule.first_scale(TorchFunctions, grad), TorchFunctions.total(x * x))
-                sums[sharding.spread(param)] += torch.stack(pair).to(device)
+                scales = rule.first_scales(TorchFunctions, grad.double())
+                moved = scales != 0  # a weight that has no gradient says nothing about a distance
+                squares = torch.where(moved, x.double(), 0.0).square()
+                told = torch.stack([TorchFunctions.total(v) for v in (scales, squares, moved)])
+                sums[sharding.spread(param)] += told.to(device)
                 count += coordinates(param)
-    totals = torch.stack([sharding.added_up(pair, spread) for spread, pair in sums.items()]).sum(0)
-    scale, square = totals / max(1, count)
-    if not 0 < scale.item() < float("inf"):
+                if scales.numel():
+                    largest = TorchFunctions.larger(largest, scales.max().to(device))
+    totals = torch.stack([sharding.added_up(part, spread) for spread, part in sums.items()]).sum(0)
+    scale_sum, square_sum, moved_count = totals.tolist()
+    if not math.isfinite(scale_sum):
+        _warn_of_damage(hypers)
         return None
-    row = nothing_yet().to(device)
-    distance = rule.first_distance(TorchFunctions, square)
+    if scale_sum == 0:
+        return None
+    distance = rule.first_distance(Numbers, math.sqrt(square_sum / moved_count))
+    mean_scale = scale_sum / count
+    row = nothing_yet()
     row[FIELDS.index("distance")] = distance
-    row[FIELDS.index("lr")] = rule.estimated_lr(distance, scale)
-    return row
+    row[FIELDS.index("lr")] = lr = rule.estimated_lr(distance, mean_scale)
+    _warn_of_scale(groups, hypers, distance, mean_scale, lr, largest.item() ** 1.5)
+    if moved_count >= 10 and largest.item() > 0.99 * scale_sum:
+        warnings.warn(
+            f"lr='auto' sees one gradient of {largest.item() ** 1.5:.3g} among {moved_count:.0f} "
+            f"that are far smaller, and estimates lr={lr:.3g} for that one: the others will "
+            "hardly move; clip the gradients, or give lr a number",
+            stacklevel=STACK,
+        )
+    return row.to(device)
+
+
+STACK = 7  # levels from a warning here to the line that calls step()
+
+
+def _warn_of_damage(hypers: Sequence[Hyper]) -> None:
+    if hypers[0].found_inf is None:  # else a GradScaler knows
+        warnings.warn(
+            "a gradient is not finite, so lr='auto' has nothing to begin with and no weight "
+            "moves; look for the cause in the loss, or scale it down",
+            stacklevel=STACK,
+        )
+
+
+def _warn_of_scale(
+    groups: Sequence[Group],
+    hypers: Sequence[Hyper],
+    distance: float,
+    mean_scale: float,
+    lr: float,
+    largest: float,
+) -> None:
+    """Gradients that the denominator's eps or the state's dtype is not made for."""
+    typical = mean_scale**1.5  # H
+    root = math.sqrt(distance * typical)  # ∛ν after the first step, at a coordinate with g = H
+    eps = min(h.eps for h in hypers)
+    params = [param for group in groups for param in group["params"]]
+    limits = [torch.finfo(states.dtype_of(param)) for param in params]
+    least = max(limit.tiny for limit in limits)
+    most = min(limit.max for limit in limits)
+    if root < eps / 10:
+        reason = f"the cube root of their squares is {root:.3g}, far below eps={eps:g}"
+        remedy = "scale the loss up, or lower eps"
+    elif root**3 < least:
+        reason = f"their squares are less than {least:.3g}, the smallest number of the state"
+        remedy = "scale the loss up"
+    elif lr * largest * largest > most / 1e6:
+        reason = f"their squares come near {most:.3g}, the largest number of the state"
+        remedy = "scale the loss down, or clip the gradients"
+    else:
+        return
+    warnings.warn(
+        f"the gradients are about {typical:.3g}, at most {largest:.3g}: {reason}, and the weights "
+        f"will hardly move; {remedy}",
+        stacklevel=STACK,
+    )
 
 
 def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,15 +322,33 @@ def advance(
         return
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
         if index not in unchanged or estimate.counts[index] < 0:
-            params = group["params"]
-            live = [param for param in params if param.grad is not None]
-            idle = [p for p in params if p.grad is None and state.get(p)] if state else []
+            live = [param for param in group["params"] if param.grad is not None]
+            others = (param for param in group["params"] if param.grad is None)
+            idle = [param for param in others if "grad_sum" in state.get(param, {})]
             estimate.counts[index] = sum(map(coordinates, live + idle))
             estimate.idle[index] = idle
         for param in estimate.idle[index]:
-            _add_idle(h, param, state[param])
-    kernel = None if torch.compiler.is_compiling() else _kernel(estimate, groups)
-    estimate.advance([group["lr"] for group in groups], hypers, kernel)
+            buffers = (state[param][name] for name in ("grad_sum", "grad_sq_sum"))
+            _add_idle(h, h.sums[sharding.spread(param)], *map(sharding.local, buffers))
+    estimate.advance([group["lr"] for group in groups], hypers, _kernel(estimate, groups))
+
+
+def advance_traced(
+    estimate: Estimate | None,
+    groups: Sequence[Group],
+    hypers: Sequence[Hyper],
+    idle: Sequence[Sequence[Tensor]],
+) -> None:
+    """As `advance`, where the compiler sees it; `idle` has the sums of idle parameters in pairs."""
+    if estimate is None:
+        return
+    for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
+        live = [param for param in group["params"] if param.grad is not None]
+        resting = idle[index]
+        estimate.counts[index] = sum(map(coordinates, [*live, *resting[::2]]))
+        for grad_sum, grad_sq_sum in zip(resting[::2], resting[1::2], strict=True):
+            _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
+    estimate.advance([group["lr"] for group in groups], hypers)
 
 
 def _kernel(estimate: Estimate, groups: Sequence[Group]) -> Callable[..., None] | None:
@@ -283,11 +360,9 @@ def _kernel(estimate: Estimate, groups: Sequence[Group]) -> Callable[..., None] 
 
 
 @torch.no_grad()
-def _add_idle(h: Hyper, param: Tensor, state: Any) -> None:
+def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> None:
     """The sums of a parameter that has no gradient this time: it agrees with nothing."""
-    sums = h.sums[sharding.spread(param)]
-    buffers = (states.real(sharding.local(state[name])) for name in ("grad_sum", "grad_sq_sum"))
-    told = rule.state_sums(TorchFunctions, h, *buffers)
+    told = rule.state_sums(TorchFunctions, h, states.real(grad_sum), states.real(grad_sq_sum))
     sums[1:] += torch.stack(told).to(sums.device)
 
 
@@ -301,16 +376,15 @@ def coordinates(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
 
 
-def _refuse_several(groups: Sequence[Group]) -> None:
-    devices = {str(sharding.local(param).device) for group in groups for param in group["params"]}
+def _device_of(groups: Sequence[Group]) -> torch.device:
+    """Where the numbers live: with the parameters that have a gradient, all on one device."""
+    params = [param for group in groups for param in group["params"]]
+    live = [param for param in params if param.grad is not None] or params[:1]
+    devices = list(dict.fromkeys(sharding.local(param).device for param in live))
     if len(devices) > 1:
         raise ValueError(
             f"lr='auto' makes one estimate of all parameters, which must be on one device, and "
-            f"these are on {' and '.join(sorted(devices))}; build an optimizer for each device"
+            f"these are on {' and '.join(sorted(map(str, devices)))}; build an optimizer for each "
+            "device"
         )
-
-
-def _device_of(groups: Sequence[Group]) -> torch.device:
-    """Where the numbers live: with the first parameter there is."""
-    first = next(param for group in groups for param in group["params"])
-    return sharding.local(first).device
+    return devices[0]

@@ -151,7 +151,7 @@ def _transformation(
     def init(params: Tree) -> NamedTuple:
         jax.tree_util.tree_map_with_path(check_param, params)
         trees = (jax.tree.map(partial(_fresh, settings, name), params) for name in names)
-        estimates = [optax_estimate.first(params)] if settings.auto else []
+        estimates = [optax_estimate.nothing_yet()] if settings.auto else []
         return state_type(jnp.zeros([], jnp.int32), *trees, *estimates)
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, NamedTuple]:
@@ -166,8 +166,11 @@ def _transformation(
         h = _hyper(settings, count)
         if settings.auto:
             leaves = [(_for_leaf(h, d), *row[:2]) for d, row in zip(decaying, rows, strict=True)]
-            estimate = optax_estimate.with_scale(estimate, leaves, size)
+            estimate = optax_estimate.begun(estimate, leaves, size)
             h = _hyper(settings, count, optax_estimate.rate(estimate))
+            # Before there is a scale the gradients are all 0, or not finite and not to be used.
+            begun = estimate.gradient_scale > 0
+            rows = [(p, jnp.where(begun, jnp.asarray(g), 0), *rest) for p, g, *rest in rows]
         steps = [
             _step(update_rule, _for_leaf(h, decays), count, settings.auto, *row)
             for decays, row in zip(decaying, rows, strict=True)

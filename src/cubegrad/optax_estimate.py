@@ -35,15 +35,9 @@ def parts(array: Array) -> tuple[Array, ...]:
     return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
 
 
-@jax.jit  # so that no square is stored
-def first(params: Tree) -> Estimate:
-    """Before the first step: D_0 is a fiftieth of the root mean square of x_0, at least 1e-6."""
-    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-    exact = (a.astype(wide(a)) for a in arrays)
-    zero = jnp.zeros([], jax.dtypes.canonicalize_dtype(float))
-    mean = sum((xla.total(v * v) for a in exact for v in parts(a)), zero) / coordinates(params)
-    distance = rule.first_distance(xla, mean).astype(zero.dtype)
-    return Estimate(distance, zero, zero, zero, zero)
+def nothing_yet() -> Estimate:
+    """Before the first gradient."""
+    return Estimate(*[jnp.zeros([], jax.dtypes.canonicalize_dtype(float))] * len(Estimate._fields))
 
 
 def coordinates(params: Tree) -> int:
@@ -52,31 +46,54 @@ def coordinates(params: Tree) -> int:
     return max(sum(sizes), 1)
 
 
-def with_scale(
+def begun(
     estimate: Estimate, leaves: list[tuple[Hyper, ArrayLike, ArrayLike]], size: int
 ) -> Estimate:
-    """With the scale of the first gradient, if there was none before.
+    """With D_0 and the scale of the first gradient, if there was none before.
 
     `leaves` are each parameter's numbers, value and gradient. Only then are they looked at: a step
-    needs the gradients once, and this before it.
+    needs the gradients once, and this before it. A gradient that is not finite begins nothing.
     """
-    so_far = estimate.gradient_scale
-
-    def first() -> Array:
-        sums = []
-        for h, param, grad in leaves:
-            dtype = wide(jnp.asarray(param))
-            x, g = (parts(jnp.asarray(value).astype(dtype)) for value in (param, grad))
-            told = partial(_first_sums, h)
-            sums += [value for pair in zip(x, g, strict=True) for value in xla.sums(told, *pair)]
-        return (sum(sums, jnp.zeros_like(so_far)) / size).astype(so_far.dtype)
-
-    found = lax.cond(so_far > 0, lambda: so_far, first)
-    return estimate._replace(gradient_scale=found)
+    so_far = (estimate.distance, estimate.gradient_scale)
+    found = lax.cond(so_far[1] > 0, lambda: so_far, lambda: _first(so_far[0].dtype, leaves, size))
+    return estimate._replace(distance=found[0], gradient_scale=found[1])
 
 
-def _first_sums(h: Hyper, xp: Any, param: Array, grad: Array) -> tuple[Array]:
-    return (rule.first_scale(xp, rule.effective_gradient(h, param, grad)),)
+def _first(
+    dtype: Any, leaves: list[tuple[Hyper, ArrayLike, ArrayLike]], size: int
+) -> tuple[Array, Array]:
+    """D_0 and H_0^{2/3}."""
+    rows: list[tuple[Hyper, Array, Array]] = []
+    for h, param, grad in leaves:
+        real = wide(jnp.asarray(param))
+        both = (parts(jnp.asarray(value).astype(real)) for value in (param, grad))
+        rows += [(h, x, g) for x, g in zip(*both, strict=True) if x.size]
+    zero = jnp.zeros([], dtype)
+    # Relative to the largest weight that has a gradient, since squares could overflow.
+    sizes = [jnp.max(jnp.abs(_moved(*row))).astype(dtype) for row in rows]
+    unit = jnp.max(jnp.stack([*sizes, zero]))
+    unit = jnp.where((unit > 0) & (unit < jnp.inf), unit, 1.0)
+    sums = [zero, zero, zero]
+    for h, x, g in rows:
+        told = xla.sums(partial(_first_sums, h), x, g, jnp.broadcast_to(unit, x.shape))
+        sums = [so_far + newest.astype(dtype) for so_far, newest in zip(sums, told, strict=True)]
+    scale, square, moved = sums
+    distance = rule.first_distance(xla, unit * jnp.sqrt(square / jnp.maximum(moved, 1.0)))
+    known = jnp.isfinite(scale) & (scale > 0)
+    return jnp.where(known, distance, 0.0).astype(dtype), jnp.where(known, scale / size, 0.0)
+
+
+def _moved(h: Hyper, param: Array, grad: Array) -> Array:
+    """The weights that have a gradient; the others say nothing about a distance."""
+    return jnp.where(rule.effective_gradient(h, param, grad) != 0, param, 0.0)
+
+
+def _first_sums(
+    h: Hyper, xp: Any, param: Array, grad: Array, unit: Array
+) -> tuple[Array, Array, Array]:
+    scales = rule.first_scales(xp, rule.effective_gradient(h, param, grad))
+    weights = _moved(h, param, grad) / unit.astype(param.dtype)
+    return xp.total(scales), xp.total(weights * weights), xp.total(jnp.sign(scales))
 
 
 def sums(
@@ -115,8 +132,8 @@ def after(
     for decays, (agreed, its_product, its_roots) in told:
         newest[decays] = newest[decays] + agreed
         product, roots = product + its_product, roots + its_roots
-    agreement = estimate.agreement + newest[False]
-    decaying = rule.agreement(h, estimate.decaying, newest[True])
+    agreement = rule.agreement(xla, h._replace(shrink=None), estimate.agreement, newest[False])
+    decaying = rule.agreement(xla, h, estimate.decaying, newest[True])
     weight_sum = estimate.weight_sum + weight
     weighed = weight_sum > 0  # not while a schedule starts at 0
     scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))

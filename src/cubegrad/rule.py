@@ -1,9 +1,10 @@
 """The paper's update: arrays in, arrays out. This is the one place the maths is written.
 
 `xp` brings the functions that array libraries spell differently: `xp.cbrt(v)` is ∛v for v ≥ 0,
-`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite, and, for an estimated learning rate,
-`xp.total(v)` is the sum of all elements, `xp.larger(a, b)` the larger of two numbers and
-`xp.sqrt(a)` the root of one.
+`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite. For an estimated learning rate,
+`xp.total(v)` is the sum of all elements and `xp.where_finite(r, v)` is v, or 0 where r is not
+finite; and of numbers, `xp.larger(a, b)` is the larger one, `xp.sqrt(a)` the root, and
+`xp.where(c, a, b)` is a if c, else b.
 `h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
 will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
 
@@ -106,30 +107,37 @@ def sums(
 
     `param` is x_k; `old` and `new` are the buffers before and after the step. The g of the first
     sum is the loss's own: coupled decay pulls to 0 for ever, as if the solution were there.
+    A coordinate whose ν is no longer finite counts for nothing, or it would stop the estimate.
     """
     weighted = loss_gradient(h, grad) * step_weight(h.lr, step)
     away = old[2] - param if len(old) == 3 else displacement(xp, h.eps, *old)  # x_0 - x_k
-    agreement = xp.total(weighted * away)  # λ_k ⟨g_k, x_0 - x_k⟩
-    return (agreement, *state_sums(xp, h, *new[:2]))
+    root = xp.cbrt(new[1])
+    agreement = xp.where_finite(root, weighted * away)
+    return (xp.total(agreement), *_root_sums(xp, h, new[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
 
 
 def state_sums(
     xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
 ) -> tuple[Scalar, Scalar]:
     """Those of the sums that need no gradient."""
-    root = xp.cbrt(grad_sq_sum)
-    product = xp.total(grad_sum * xp.quotient(grad_sum, root + h.eps))  # ⟨s_k, x_0 - z_k⟩
-    return product, xp.total(root)  # Σ_i ∛ν_{k,i}
+    return _root_sums(xp, h, grad_sum, xp.cbrt(grad_sq_sum))
 
 
-def first_distance(xp: Namespace, mean_square: Scalar) -> Scalar:
-    """D_0, from which the estimate grows: a fiftieth of the size of the weights."""
-    return xp.larger(mean_square * 4e-4, 1e-12) ** 0.5  # D_0 = rms(x_0) / 50, at least 1e-6
+def _root_sums(xp: Namespace, h: Hyper, grad_sum: Array, root: Array) -> tuple[Scalar, Scalar]:
+    product = grad_sum * xp.quotient(grad_sum, root + h.eps)
+    totals = xp.where_finite(root, product), xp.where_finite(root, root)
+    return xp.total(totals[0]), xp.total(totals[1])  # ⟨s_k, x_0 - z_k⟩, Σ_i ∛ν_{k,i}
 
 
-def first_scale(xp: Namespace, grad: Array) -> Scalar:
-    """As `gradient_scale` has it, of the first gradient alone, before it has any weight."""
-    return xp.total(xp.cbrt(grad * grad))  # Σ_i |g_{0,i}|^{2/3}
+def first_distance(xp: Namespace, size: Scalar) -> Scalar:
+    """D_0, from which the estimate grows; `size` is that of the weights with a gradient."""
+    return xp.larger(size * 0.02, 1e-6)  # D_0 = rms(x_0) / 50, at least 1e-6
+
+
+def first_scales(xp: Namespace, grad: Array) -> Array:
+    """As `gradient_scale` has them, of the first gradient, before it has any weight."""
+    root = xp.cbrt(abs(grad))  # g² could overflow
+    return root * root  # |g_{0,i}|^{2/3}
 
 
 def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
@@ -137,8 +145,12 @@ def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
     return root_sum * weight_sum ** (-1 / 3)
 
 
-def agreement(h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
-    """Decoupled decay makes less of it as it does of s, or the quotient of both would grow."""
+def agreement(xp: Namespace, h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
+    """Decoupled decay makes less of it as it does of s, or the quotient of both would grow.
+
+    A sum that is not finite is left out: the next one may be again.
+    """
+    newest = xp.where(newest - newest == 0, newest, 0.0)
     return shrunk(h, so_far) + newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
 
 

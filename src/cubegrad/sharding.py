@@ -80,6 +80,11 @@ def placed(value: Any, param: Any) -> Tensor:
     return local(value)
 
 
+def bump_versions(params: list[Tensor]) -> None:
+    """Tell autograd that DTensors were written to: what is stepped are their shards."""
+    torch.autograd.graph.increment_version(list(filter(is_sharded, params)))
+
+
 def spread(param: Any) -> Spread:
     if not is_sharded(param):
         return None

@@ -17,6 +17,7 @@ from cubegrad.estimate import Estimate
 from cubegrad.hooks import straight
 from cubegrad.options import Hyper
 from cubegrad.states import checkpoint
+from cubegrad.states.start import Starts, Weight
 
 Group = dict[str, Any]
 StateDict = dict[str, Any]
@@ -42,6 +43,7 @@ class Shell(Optimizer):
     _choose = staticmethod(backends.choose)
     _settled = False  # whether the parameters are known to be their modules' own
     _estimate: Estimate | None = None
+    _resting = False  # lr="auto" has had no gradient yet that gives it a scale
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Shell(Optimizer):
         }
         options.check(defaults)
         self._repeated = Repeated()
+        self._starts = Starts()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -93,17 +96,20 @@ class Shell(Optimizer):
             self.param_groups.pop()
             raise
         param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
+        param_group.setdefault("last_eps", param_group["eps"])
         if param_group["auto_lr"]:
             param_group.setdefault("estimate", estimate.nothing_yet())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._repeated = Repeated()
+        self._starts = Starts.of(self.state)
         self._estimate = None
         self.defaults.setdefault("auto_lr", False)  # pickled before there was such a thing
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            group.setdefault("last_eps", group["eps"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -120,9 +126,11 @@ class Shell(Optimizer):
                 self._step_groups()
             elif self._may_be_traced():
                 hypers = self._hypers()
-                for group, h in zip(self.param_groups, hypers, strict=True):
+                idle = [
                     self._step_group(group, _with_sums(h, None))
-                estimate.advance(self._estimate, self.param_groups, {}, hypers)
+                    for group, h in zip(self.param_groups, hypers, strict=True)
+                ]
+                estimate.advance_traced(self._estimate, self.param_groups, hypers, idle)
             else:
                 self._step_untraced()
         return loss
@@ -148,36 +156,47 @@ class Shell(Optimizer):
             self._settled = sharding.refuse_replaced(self.param_groups)
         ready = self._repeated.ready(self.param_groups, self.state)
         scratch = [g for index, g in enumerate(self.param_groups) if index not in ready]
-        # All that can be refused is refused before anything changes.
-        sparse.refuse(self._method, scratch)
+        # Everything that can be refused is refused before anything changes.
         for group in scratch:
-            self._backend(group)
+            self._refuse(group)
         hypers = self._hypers()
-        unchanged = set()
         for index, (group, h) in enumerate(zip(self.param_groups, hypers, strict=True)):
-            if index in ready:
-                left = ready[index].run(_with_sums(h, ready[index].spread))
-                if not left:
-                    unchanged.add(index)
-                else:
-                    self._repeated.drop(index)
-                    # In the group's order, which is the same in all processes: partial
-                    # gradients are added up in it.
-                    rest = {**group, "params": _in_order(group["params"], left)}
-                    sparse.refuse(self._method, [rest])
-                    self._step_alike(rest, h)
+            if self._resting:
+                self._rest(group, h)
+            elif index in ready:
+                prepared, tables = ready[index]
+                prepared.run(_with_sums(h, prepared.spread), tables)
             else:
+                self._recover_at_last_eps(group)
                 self._step_alike(group, h)
                 self._repeated.keep(index, group, self._prepare(group))
         if scratch:
             self._repeated.remember(self.state)
-        estimate.advance(self._estimate, self.param_groups, self.state, hypers, unchanged)
+        estimate.advance(self._estimate, self.param_groups, self.state, hypers, ready)
+
+    def _refuse(self, group: Group) -> None:
+        for index, param in enumerate(group["params"]):
+            states.check_grad(options.name_of(group, index), param)
+        sparse.refuse(self._method, [group])
+        self._backend(group)
+
+    def _rest(self, group: Group, h: Hyper) -> None:
+        """Count a step without touching a weight: no gradient gives lr="auto" a scale yet."""
+        params: list[Tensor] = []
+        steps: list[Tensor] = []
+        unused: list[list[Tensor]] = [[] for _ in states.LAYOUTS[self._method]]
+        self._init_group(group, params, [], steps, [], *unused)
+        if steps and not (h.found_inf is not None and h.found_inf.item()):
+            torch._foreach_add_(steps, 1)
+        self._starts.passed(params, self.state)
 
     def _prepare(self, group: Group) -> Prepared | None:
         backend = self._backend(group)
         if not hasattr(backend, "Launch") or all(p.grad is None for p in group["params"]):
             return None
         if capturing():  # its tables would exist in the graph's replay only
+            return None
+        if self._starts.any_open(group["params"]):  # x_0 is still to be read again
             return None
         spreads = set(map(sharding.spread, group["params"])) if group["auto_lr"] else {None}
         if len(spreads) > 1:  # their sums are added up among different processes
@@ -207,15 +226,18 @@ class Shell(Optimizer):
         for (_, spread), params in parts.items():
             self._step_group({**group, "params": params}, _with_sums(h, spread))
 
-    def _step_group(self, group: Group, h: Hyper) -> None:
+    def _step_group(self, group: Group, h: Hyper) -> list[Tensor]:
+        """Returns the sums of stepped parameters that have no gradient now, in pairs."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
         steps: list[Tensor] = []
+        idle: list[Tensor] = []
         buffers: list[list[Tensor]] = [[] for _ in states.LAYOUTS[self._method]]
-        has_sparse = self._init_group(group, params, grads, steps, *buffers)
+        has_sparse = self._init_group(group, params, grads, steps, idle, *buffers)
         if not params:
-            return
+            return idle
         buffers = [buffer for buffer in buffers if buffer]
+        owners = params
         if not (group["differentiable"] or torch.compiler.is_compiling()):
             grads = list(map(sharding.gradient, grads, params))
             params, *buffers = (
@@ -230,7 +252,31 @@ class Shell(Optimizer):
             real = [[states.real(t) for t in column] for column in (params, grads, *buffers)]
             run(self._method, h, real[0], real[1], steps, real[2:])
         if not torch.compiler.is_compiling():
+            sharding.bump_versions(owners)
             self._drop_initial_params(group, h)
+            if self._weight(group) is Weight.NONE:
+                self._starts.passed(owners, self.state)
+        return idle
+
+    def _recover_at_last_eps(self, group: Group) -> None:
+        """Where x_0 is not kept, the weights belong to the eps they were reached with."""
+        last, group["last_eps"] = group["last_eps"], group["eps"]
+        if last == group["eps"] or "initial_param" not in states.LAYOUTS[self._method]:
+            return
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if "step" in state and "initial_param" not in state:
+                state["initial_param"] = _recovered(param, state, last)
+
+    def _weight(self, group: Group) -> Weight:
+        """What the host knows of this step's weight."""
+        lr = group["lr"]
+        if self._resting or (not isinstance(lr, Tensor) and lr == 0):
+            return Weight.NONE
+        on_device = self._estimate is not None and not self._estimate.values.is_cpu
+        if isinstance(lr, Tensor) or on_device or hasattr(self, "found_inf"):
+            return Weight.UNKNOWN
+        return Weight.SOME
 
     def _drop_initial_params(self, group: Group, h: Hyper) -> None:
         """Without momentum x is z after a step, so x_0 can be recovered and need not be kept."""
@@ -241,9 +287,10 @@ class Shell(Optimizer):
                 del self.state[param]["initial_param"]
 
     def _backend(self, group: Group) -> ModuleType:
-        compiling = torch.compiler.is_compiling()
+        # What has no gradient is not stepped, wherever it is.
+        live = [param for param in group["params"] if param.grad is not None]
         return self._choose(
-            group["params"] if compiling else list(map(sharding.local, group["params"])),
+            live if torch.compiler.is_compiling() else list(map(sharding.local, live)),
             foreach_wanted=group["foreach"],
             fused_wanted=group["fused"],
             differentiable=group["differentiable"],
@@ -252,7 +299,8 @@ class Shell(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler may leave unscaling and the look for overflows to the kernels."""
-        return all(hasattr(self._backend(group), "Launch") for group in self.param_groups)
+        live = [g for g in self.param_groups if any(p.grad is not None for p in g["params"])]
+        return bool(live) and all(hasattr(self._backend(group), "Launch") for group in live)
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
     def _init_group(
@@ -261,10 +309,16 @@ class Shell(Optimizer):
         params: list[Tensor],
         grads: list[Tensor],
         steps: list[Tensor],
+        idle: list[Tensor],
         *buffers: list[Tensor],
     ) -> bool:
-        """Fill the lists with what has a gradient; give state to what had none before."""
+        """Fill the lists with what has a gradient; give state to what had none before.
+
+        `idle` gets the sums of parameters that have state and no gradient now, in pairs.
+        """
         self._opt_called = True
+        self._recover_at_last_eps(group)
+        weight = self._weight(group)
         live = [param for param in group["params"] if param.grad is not None]
         layout = states.LAYOUTS[self._method]
         on_device = group["capturable"] or group["auto_lr"]
@@ -277,9 +331,12 @@ class Shell(Optimizer):
         has_sparse = False
         for param in live:
             state = self.state[param]
-            if not state:
+            if "step" not in state:  # a wrapper may have put an entry of its own there
                 state.update(self._fresh_state(param, group, on_device))
-            elif on_device and state["step"].device != param.device:
+                self._starts.begin(param, weight)
+            elif not capturing():  # a graph would read it again at every replay
+                self._starts.read_again(param, state, weight)
+            if on_device and state["step"].device != param.device:
                 state["step"] = state["step"].to(param.device)
             if centred and "initial_param" in layout and "initial_param" not in state:
                 # The run went without momentum until now.
@@ -291,6 +348,9 @@ class Shell(Optimizer):
             for name, buffer in zip(layout, buffers, strict=True):
                 if name in state:
                     buffer.append(state[name])
+        for param in group["params"]:
+            if param.grad is None and "grad_sum" in self.state.get(param, {}):
+                idle += [self.state[param][name] for name in ("grad_sum", "grad_sq_sum")]
         return has_sparse
 
     def _fresh_state(self, param: Tensor, group: Group, on_device: bool) -> dict[str, Tensor]:
@@ -308,7 +368,8 @@ class Shell(Optimizer):
         if self._estimate is None or not self._estimate.belongs_to(self.param_groups):
             resting = [self._hyper(group, 0.0) for group in self.param_groups]
             self._estimate = estimate.found(self.param_groups, resting)
-            if self._estimate is None:  # no gradient says anything yet, and nothing moves
+            self._resting = self._estimate is None
+            if self._estimate is None:
                 return resting
         lr = self._estimate.renewed()
         return [
@@ -383,11 +444,6 @@ def _recovered(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
     x, *sums = (states.real(shard).clone() for shard in shards)
     centre = rule.recover_initial_param(TorchFunctions, eps, x, *sums)
     return sharding.like(torch.view_as_complex(centre) if param.is_complex() else centre, param)
-
-
-def _in_order(group: list[Tensor], some: list[Tensor]) -> list[Tensor]:
-    wanted = set(map(id, some))
-    return [param for param in group if id(param) in wanted]
 
 
 def _times(estimated: float | Tensor, factor: float | Tensor) -> float | Tensor:

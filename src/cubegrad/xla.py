@@ -101,9 +101,15 @@ def larger(a: Array, b: Array) -> Array:
     return jnp.fmax(a, b)
 
 
+def where_finite(x: Array, value: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), value, 0.0)
+
+
+where = jnp.where
+
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
-NOW = SimpleNamespace(cbrt=cbrt, quotient=quotient, total=total)
-LATER = SimpleNamespace(cbrt=cbrt, quotient=quotient, total=lambda terms: terms)
+NOW = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
+LATER = SimpleNamespace(**vars(NOW) | {"total": lambda terms: terms})
 
 
 def sums(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:

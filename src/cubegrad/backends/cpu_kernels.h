@@ -99,11 +99,14 @@ struct NAME(lanes) {
 TARGET INLINE void NAME(add)(struct NAME(lanes) *lanes, int64_t i, REAL weighted, REAL away,
                              REAL s, REAL u, REAL root)
 {
+    int finite = root < (REAL)INFINITY; /* a coordinate that is not counts for nothing */
     REAL *agreement = &lanes->of[AGREEMENT][i];
-    *agreement = NAME(fused)(weighted, away, *agreement); /* λ_k ⟨g_k, x_0 - x_k⟩ */
     REAL *product = &lanes->of[PRODUCT][i];
-    *product = NAME(fused)(s, u, *product); /* ⟨s_{k+1}, x_0 - z_{k+1}⟩ */
-    lanes->of[ROOTS][i] += root;            /* Σ ∛ν_{k+1} */
+    REAL *roots = &lanes->of[ROOTS][i];
+    /* λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩ and Σ ∛ν_{k+1} */
+    *agreement = finite ? NAME(fused)(weighted, away, *agreement) : *agreement;
+    *product = finite ? NAME(fused)(s, u, *product) : *product;
+    *roots = finite ? *roots + root : *roots;
 }
 
 TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *restrict sums)

@@ -32,6 +32,11 @@ class TorchFunctions:
     def total(x: Tensor) -> Tensor:
         return x.sum(dtype=torch.float64)
 
+    @staticmethod
+    def where_finite(x: Tensor, value: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(x), value, 0.0)
+
+    where = staticmethod(torch.where)
     sqrt = staticmethod(torch.sqrt)
 
     @staticmethod
@@ -55,12 +60,15 @@ def step(
         if h.differentiable:  # autograd saves what the rule reads, so it must not be written over
             x, *rest = (tensor.clone() for tensor in (param, *state))
         x, grad = x.to(dtype), grad.to(dtype)
+        if h.grad_scale is not None:
+            grad = grad / h.grad_scale.to(grad).reshape(())
         values = update(TorchFunctions, h, k, x, grad, *rest)
         if h.sums is not None:
             with torch.no_grad():
                 totals = rule.sums(TorchFunctions, h, k, x, grad, tuple(rest), values[1:])
                 h.sums.add_(torch.stack(totals).to(h.sums.device))
+        passed = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
         for target, value in zip((param, *state), values, strict=True):
             if value is not target:
-                target.copy_(value)
-        count += 1
+                target.copy_(value if passed is None else torch.where(passed, value, target))
+        count += 1 if passed is None else passed.to(count)

@@ -73,6 +73,10 @@ class ListFunctions:
                 torch.nan_to_num_(inverse, nan=torch.nan, posinf=0.0)
         return numerator * TensorList(inverses)
 
+    def where_finite(self, x: TensorList, value: TensorList) -> TensorList:
+        pairs = zip(x.tensors, value.tensors, strict=True)
+        return TensorList([torch.where(torch.isfinite(a), b, 0.0) for a, b in pairs])
+
     def total(self, x: TensorList) -> Tensor:
         return torch.stack([tensor.sum(dtype=torch.float64) for tensor in x.tensors]).sum()
 

@@ -1,6 +1,6 @@
-"""A look at the tensors of a step: whether all but the gradients' addresses is as it was.
+"""Check that nothing but the gradients' addresses changed since a step was prepared.
 
-It is most of what a fused step asks of the host, so there is a quick way in C and a plain one.
+This is most of what a fused step costs the host, so there is a quick way in C and a plain one.
 """
 
 import ctypes
@@ -13,30 +13,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FUNCTIONS = tuple(f"aoti_torch_get_{what}" for what in ("data_ptr", "dtype", "layout", "dim"))
-FUNCTIONS += ("aoti_torch_get_sizes", "aoti_torch_get_strides")
+# Found by name in torch's library. The first six are its stable C interface. The others are C++
+# functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tries them.
+FUNCTIONS = (
+    *(f"aoti_torch_get_{what}" for what in ("data_ptr", "dtype", "layout", "dim")),
+    *(f"aoti_torch_get_{what}" for what in ("sizes", "strides")),
+    "_ZNK3c1010TensorImpl4gradEv",  # c10::TensorImpl::grad
+    "_ZN2at6native6is_negERKNS_6TensorE",  # at::native::is_neg
+    "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE",  # at::impl::tensor_has_dispatch
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",  # torch::autograd::impl::bump_version
+)
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-def plain_signature(params: list[Tensor]) -> Any:
-    """All that a prepared step relies on, or None if it cannot be relied on."""
-    signature = []
+def plain_signature(params: list[Tensor], state: list[Tensor]) -> Any:
+    """Everything that a prepared step relies on, or None if it cannot be relied on."""
+    signature = [(tensor.data_ptr(), *_facts(tensor)) for tensor in state]
     for param in params:
         grad = param.grad
-        if type(grad) is not Tensor or grad.layout != torch.strided:
+        if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
             return None
-        signature.append((param.data_ptr(), _facts(param), _facts(grad)))
+        if grad.shape != param.shape or (param.data_ptr() and not grad.data_ptr()):
+            return None
+        signature.append((param.data_ptr(), *_facts(param), *_facts(grad)))
     return signature
 
 
-def plain_addresses(params: list[Tensor], signature: Any) -> bytes | None:
-    """Where the gradients lie, if everything else is as the signature has it."""
-    if plain_signature(params) != signature:
+def plain_addresses(params: list[Tensor], state: list[Tensor], signature: Any) -> bytes | None:
+    """The gradients' addresses if everything else is as in the signature, else None."""
+    if plain_signature(params, state) != signature:
         return None
     return array("q", (param.grad.data_ptr() for param in params)).tobytes()  # type: ignore[union-attr]
+
+
+def joined(signatures: list[Any]) -> Any:
+    """The signature of tensors of state, from those of some of them each."""
+    if signatures and isinstance(signatures[0], bytes):
+        return b"".join(signatures)
+    return [facts for signature in signatures for facts in signature]
+
+
+def plain_bump_versions(params: list[Tensor]) -> None:
+    """Tell autograd that these tensors were written to."""
+    torch.autograd.graph.increment_version(params)
 
 
 def plain_same(a: list[Any], b: list[Any]) -> bool:
@@ -63,21 +85,39 @@ def _library() -> ctypes.CDLL:
 
 
 def _bind(native: Any) -> None:
-    """Give the extension those of torch's C functions that promise to stay as they are."""
+    """Give the extension torch's functions by address."""
     library = _library()
     addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in FUNCTIONS]
     parallel = getattr(library, "torch_parallel_for", None)  # since torch 2.10
     addresses.append(parallel and ctypes.cast(parallel, ctypes.c_void_p).value)
-    native.bind(Tensor, _offset(), library.aoti_torch_layout_strided(), tuple(addresses))
+    layout = library.aoti_torch_layout_strided()
+    native.bind(Tensor, _offset(), layout, tuple(addresses), torch.ones(1))
+    _probe(native)
+
+
+def _probe(native: Any) -> None:
+    """Refuse a torch whose C++ functions do not do what their names say."""
+    param, state = torch.nn.Parameter(torch.ones(2)), [torch.ones(2)]
+    found = [native.signature([param], state)]
+    for grad in (torch.ones(2), torch._neg_view(torch.ones(2))):
+        param.grad = grad
+        found.append(native.signature([param], state))
+    version = param._version
+    native.bump_versions([param])
+    seen = [signature is not None for signature in found]
+    if (seen, param._version) != ([False, True, False], version + 1):
+        raise OSError(f"torch {torch.__version__} has functions of other meanings")
 
 
 native: Any = None
 signature, addresses, same = plain_signature, plain_addresses, plain_same
+bump_versions = plain_bump_versions
 missing = ""
 try:
     native = importlib.import_module("cubegrad.backends._native")
     same = native.same
     _bind(native)
     signature, addresses = native.signature, native.addresses
-except (ImportError, AttributeError, OSError) as error:  # not built here, or an older torch
+    bump_versions = native.bump_versions
+except (ImportError, AttributeError, OSError) as error:  # not built here, or another torch
     missing = str(error)

@@ -12,6 +12,9 @@
 /* A handle points at a torch tensor, which is itself one pointer: the number in `_cdata`. */
 typedef void **handle;
 
+/* In the order of FUNCTIONS in look.py. The first six are torch's stable C functions, which turn
+   exceptions into a status. The next four are C++ functions that throw nothing when they are given
+   a defined tensor that is not an inference tensor. */
 static struct {
     int32_t (*data)(handle, void **);
     int32_t (*dtype)(handle, int32_t *);
@@ -19,46 +22,29 @@ static struct {
     int32_t (*dim)(handle, int64_t *);
     int32_t (*sizes)(handle, int64_t **);
     int32_t (*strides)(handle, int64_t **);
+    handle (*grad)(void *);
+    _Bool (*is_neg)(handle);
+    _Bool (*has_dispatch)(handle); /* of a subclass with __torch_dispatch__ */
+    void (*bump_version)(handle);
     parallel_function *parallel;
 } torch;
 
-static PyObject *tensor_class, *name_grad, *name_cdata;
-static int strided; /* torch's number for the ordinary layout */
-static int offset;  /* of `_cdata` in a tensor's object, or 0: ask for the attribute, 75 ns */
-static int forked; /* torch's threads stay behind in the parent */
+#define FUNCTIONS (sizeof torch / sizeof(void *))
+
+static PyObject *tensor_class, *name_cdata;
+static void *undefined; /* what `grad` points at where there is none */
+static int strided;     /* torch's number for the ordinary layout */
+static int offset;      /* of `_cdata` in a tensor's object, or 0: ask for the attribute, 75 ns */
+static int forked;      /* torch's threads stay behind in the parent */
 
 static void note_fork(void) { forked = 1; }
 
-static void *address_of(PyObject *number)
-{
-    return number == Py_None ? NULL : PyLong_AsVoidPtr(number);
-}
-
-static PyObject *bind(PyObject *self, PyObject *args)
-{
-    (void)self;
-    PyObject *class, *at[7];
-    void *found[7];
-    int layout, place;
-    if (!PyArg_ParseTuple(args, "Oii(OOOOOOO)", &class, &place, &layout, &at[0], &at[1], &at[2],
-                          &at[3], &at[4], &at[5], &at[6]))
-        return NULL;
-    for (int i = 0; i < 7; i++) {
-        found[i] = address_of(at[i]);
-        if (PyErr_Occurred())
-            return NULL;
-    }
-    memcpy(&torch, found, sizeof torch);
-    strided = layout;
-    offset = place;
-    Py_INCREF(class);
-    Py_XDECREF(tensor_class);
-    tensor_class = class;
-    Py_RETURN_NONE;
-}
-
 static void *implementation_of(PyObject *tensor)
 {
+    if (!PyType_IsSubtype(Py_TYPE(tensor), (PyTypeObject *)tensor_class)) {
+        PyErr_SetString(PyExc_TypeError, "parameters and state must be tensors");
+        return NULL;
+    }
     if (offset)
         return *(void **)((char *)tensor + offset);
     PyObject *number = PyObject_GetAttr(tensor, name_cdata);
@@ -69,29 +55,54 @@ static void *implementation_of(PyObject *tensor)
     return implementation;
 }
 
+PyDoc_STRVAR(bind_doc,
+             "bind(Tensor, offset, strided, addresses, bare)\n\n"
+             "Hand over torch's functions by address. `bare` is a tensor without a gradient.");
+
+static PyObject *bind(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *class, *addresses, *bare;
+    void *found[FUNCTIONS];
+    int layout, place;
+    if (!PyArg_ParseTuple(args, "OiiO!O", &class, &place, &layout, &PyTuple_Type, &addresses,
+                          &bare))
+        return NULL;
+    if (PyTuple_Size(addresses) != (Py_ssize_t)FUNCTIONS) {
+        PyErr_SetString(PyExc_ValueError, "bind: one address for each function is needed");
+        return NULL;
+    }
+    for (size_t i = 0; i < FUNCTIONS; i++) {
+        PyObject *number = PyTuple_GetItem(addresses, (Py_ssize_t)i);
+        found[i] = number == Py_None ? NULL : PyLong_AsVoidPtr(number);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    strided = layout;
+    offset = place;
+    Py_INCREF(class);
+    Py_XDECREF(tensor_class);
+    tensor_class = class;
+    void *implementation = implementation_of(bare);
+    if (implementation == NULL)
+        return NULL;
+    memcpy(&torch, found, sizeof torch);
+    undefined = *torch.grad(implementation);
+    Py_RETURN_NONE;
+}
+
 struct facts {
     void *data;
     int32_t dtype;
     int64_t dim, *sizes, *strides;
 };
 
-/* 1, 0 for a tensor that this way of looking does not suit, -1 with an exception. */
-static int read_facts(PyObject *tensor, struct facts *facts)
+/* Whether torch answered every question. */
+static int read_facts(handle tensor, struct facts *facts)
 {
-    if (!PyType_IsSubtype(Py_TYPE(tensor), (PyTypeObject *)tensor_class)) {
-        PyErr_SetString(PyExc_TypeError, "parameters must be tensors");
-        return -1;
-    }
-    void *implementation = implementation_of(tensor);
-    if (implementation == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    handle at = &implementation;
-    int32_t layout;
-    if (torch.layout(at, &layout) || layout != strided)
-        return 0; /* before asking for an address, which a sparse tensor refuses with a message */
-    return !torch.dtype(at, &facts->dtype) && !torch.dim(at, &facts->dim) &&
-           !torch.sizes(at, &facts->sizes) && !torch.strides(at, &facts->strides) &&
-           !torch.data(at, &facts->data);
+    return !torch.dtype(tensor, &facts->dtype) && !torch.dim(tensor, &facts->dim) &&
+           !torch.sizes(tensor, &facts->sizes) && !torch.strides(tensor, &facts->strides) &&
+           !torch.data(tensor, &facts->data);
 }
 
 /* A growing row of numbers, or the comparison with one that was written before. */
@@ -123,29 +134,52 @@ static int put(struct record *record, const int64_t *words, Py_ssize_t count)
     return 1;
 }
 
-/* Put down all about a parameter and its gradient but the gradient's address, which is returned
-   through `address`. 1, 0 if something differs or does not suit, -1 with an exception. */
-static int look_at(PyObject *param, struct record *record, int64_t *address)
+static int put_facts(struct record *record, const struct facts *facts)
+{
+    int64_t head[] = {(int64_t)(intptr_t)facts->data, facts->dtype, facts->dim};
+    int fine;
+    if ((fine = put(record, head, 3)) != 1 || (fine = put(record, facts->sizes, facts->dim)) != 1)
+        return fine;
+    return put(record, facts->strides, facts->dim);
+}
+
+/* Each of these returns 1, 0 if something differs or does not suit, -1 with an exception. */
+
+static int look_at_state(PyObject *tensor, struct record *record)
+{
+    void *implementation = implementation_of(tensor);
+    struct facts facts;
+    if (implementation == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    return read_facts(&implementation, &facts) ? put_facts(record, &facts) : 0;
+}
+
+/* Everything about a parameter and its gradient goes into the record, except the gradient's
+   address, which is returned through `address`. */
+static int look_at_param(PyObject *param, struct record *record, int64_t *address)
 {
     struct facts p, g;
-    int fine = read_facts(param, &p);
-    if (fine != 1)
-        return fine;
-    PyObject *grad = PyObject_GetAttr(param, name_grad);
-    if (grad == NULL)
-        return -1;
-    fine = (PyObject *)Py_TYPE(grad) == tensor_class ? read_facts(grad, &g) : 0;
-    /* The parameter keeps the gradient alive, and with it what g points at. */
-    Py_DECREF(grad);
-    if (fine != 1)
-        return fine;
+    void *implementation = implementation_of(param);
+    if (implementation == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    handle grad = torch.grad(implementation);
+    int32_t layout;
+    if (*grad == undefined || torch.has_dispatch(grad) || torch.is_neg(grad))
+        return 0;
+    /* Before asking for an address, which a sparse tensor refuses with a message. */
+    if (torch.layout(grad, &layout) || layout != strided)
+        return 0;
+    if (!read_facts(&implementation, &p) || !read_facts(grad, &g))
+        return 0;
     size_t bytes = (size_t)p.dim * sizeof(int64_t);
     if (g.dim != p.dim || memcmp(g.sizes, p.sizes, bytes) != 0)
         return 0;
+    if (g.data == NULL && p.data != NULL) /* the gradient's storage has been freed */
+        return 0;
     *address = (int64_t)(intptr_t)g.data;
-    int64_t head[] = {(int64_t)(intptr_t)p.data, p.dtype, g.dtype, p.dim};
-    if ((fine = put(record, head, 4)) != 1 || (fine = put(record, p.sizes, p.dim)) != 1 ||
-        (fine = put(record, p.strides, p.dim)) != 1)
+    int64_t head[] = {(int64_t)(intptr_t)implementation, g.dtype};
+    int fine;
+    if ((fine = put(record, head, 2)) != 1 || (fine = put_facts(record, &p)) != 1)
         return fine;
     return put(record, g.strides, g.dim);
 }
@@ -159,13 +193,18 @@ static PyObject *finished(struct record *record, PyObject *addresses)
                                      record->length * (Py_ssize_t)sizeof *record->words);
 }
 
-/* The signature of the parameters if `known` is NULL, else the addresses of their gradients. */
-static PyObject *look(PyObject *params, PyObject *known)
+static int is_bound(void)
 {
-    if (torch.data == NULL) {
+    if (torch.data == NULL)
         PyErr_SetString(PyExc_RuntimeError, "torch's functions have not been bound");
+    return torch.data != NULL;
+}
+
+/* The signature of the tensors if `known` is NULL, else the addresses of the gradients. */
+static PyObject *look(PyObject *params, PyObject *state, PyObject *known)
+{
+    if (!is_bound())
         return NULL;
-    }
     struct record record = {NULL, 0, 0, known != NULL};
     if (record.comparing) {
         char *bytes;
@@ -175,16 +214,16 @@ static PyObject *look(PyObject *params, PyObject *known)
         record.words = (int64_t *)bytes; /* only read */
         record.capacity = length / (Py_ssize_t)sizeof(int64_t);
     }
-    Py_ssize_t count = PyList_Size(params);
+    Py_ssize_t count = PyList_Size(params), others = PyList_Size(state);
     PyObject *result = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     if (result == NULL)
         return NULL;
     int64_t *addresses = (int64_t *)PyBytes_AsString(result);
     int fine = 1;
-    for (Py_ssize_t i = 0; i < count && fine == 1; i++) {
-        PyObject *param = PyList_GetItem(params, i);
-        fine = param == NULL ? -1 : look_at(param, &record, &addresses[i]);
-    }
+    for (Py_ssize_t i = 0; i < count && fine == 1; i++)
+        fine = look_at_param(PyList_GetItem(params, i), &record, &addresses[i]);
+    for (Py_ssize_t i = 0; i < others && fine == 1; i++)
+        fine = look_at_state(PyList_GetItem(state, i), &record);
     if (record.comparing && record.length != record.capacity && fine == 1)
         fine = 0;
     if (fine == 1) {
@@ -199,31 +238,51 @@ static PyObject *look(PyObject *params, PyObject *known)
 }
 
 PyDoc_STRVAR(signature_doc,
-             "signature(params) -> bytes | None\n\n"
-             "All that a prepared step relies on: where the parameters lie, and the dtypes, sizes\n"
-             "and strides of them and their gradients. None if a gradient is missing or is not a\n"
-             "plain strided tensor.");
+             "signature(params, state) -> bytes | None\n\n"
+             "Everything that a prepared step relies on: the addresses of parameters and state,\n"
+             "and the dtypes, sizes and strides of them and of the gradients. None if a gradient\n"
+             "is missing, is negated, has another shape or is not a plain strided tensor.");
 
 static PyObject *signature(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *params;
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &params))
+    PyObject *params, *state;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &params, &PyList_Type, &state))
         return NULL;
-    return look(params, NULL);
+    return look(params, state, NULL);
 }
 
 PyDoc_STRVAR(addresses_doc,
-             "addresses(params, signature) -> bytes | None\n\n"
-             "Where the gradients lie, if everything else is as the signature has it; else None.");
+             "addresses(params, state, signature) -> bytes | None\n\n"
+             "The gradients' addresses if everything else is as in the signature, else None.");
 
 static PyObject *addresses(PyObject *self, PyObject *args)
 {
     (void)self;
-    PyObject *params, *known;
-    if (!PyArg_ParseTuple(args, "O!S", &PyList_Type, &params, &known))
+    PyObject *params, *state, *known;
+    if (!PyArg_ParseTuple(args, "O!O!S", &PyList_Type, &params, &PyList_Type, &state, &known))
         return NULL;
-    return look(params, known);
+    return look(params, state, known);
+}
+
+PyDoc_STRVAR(bump_doc,
+             "bump_versions(params)\n\n"
+             "Tell autograd that these tensors were written to. None may be an inference tensor.");
+
+static PyObject *bump_versions(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *params;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &params) || !is_bound())
+        return NULL;
+    Py_ssize_t count = PyList_Size(params);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        void *implementation = implementation_of(PyList_GetItem(params, i));
+        if (implementation == NULL)
+            return NULL;
+        torch.bump_version(&implementation);
+    }
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(same_doc, "same(a, b) -> bool\n\nWhether two lists hold the very same objects.");
@@ -239,6 +298,39 @@ static PyObject *same(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; i < count && equal; i++)
         equal = PyList_GetItem(a, i) == PyList_GetItem(b, i);
     return PyBool_FromLong(equal);
+}
+
+PyDoc_STRVAR(meets_doc,
+             "meets(spans, lengths, grads) -> bool\n\n"
+             "Whether any of the gradients, at these addresses and of these lengths in bytes,\n"
+             "shares memory with the spans: sorted pairs of start and end that are apart.");
+
+static PyObject *meets(PyObject *self, PyObject *args)
+{
+    (void)self;
+    const int64_t *spans, *lengths, *grads;
+    Py_ssize_t spans_size, lengths_size, grads_size;
+    if (!PyArg_ParseTuple(args, "y#y#y#", &spans, &spans_size, &lengths, &lengths_size, &grads,
+                          &grads_size))
+        return NULL;
+    if (grads_size != lengths_size) {
+        PyErr_SetString(PyExc_ValueError, "meets: one length for each address is needed");
+        return NULL;
+    }
+    Py_ssize_t count = spans_size / (Py_ssize_t)(2 * sizeof *spans);
+    for (Py_ssize_t i = 0; i < grads_size / (Py_ssize_t)sizeof *grads; i++) {
+        Py_ssize_t low = 0, high = count; /* the first span that ends behind the gradient's start */
+        while (low < high) {
+            Py_ssize_t middle = low + (high - low) / 2;
+            if (spans[2 * middle + 1] > grads[i])
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        if (low < count && lengths[i] > 0 && spans[2 * low] < grads[i] + lengths[i])
+            Py_RETURN_TRUE;
+    }
+    Py_RETURN_FALSE;
 }
 
 PyDoc_STRVAR(step_doc,
@@ -309,10 +401,12 @@ static PyObject *cbrt_of(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef METHODS[] = {
-    {"bind", bind, METH_VARARGS, NULL},
+    {"bind", bind, METH_VARARGS, bind_doc},
     {"signature", signature, METH_VARARGS, signature_doc},
     {"addresses", addresses, METH_VARARGS, addresses_doc},
+    {"bump_versions", bump_versions, METH_VARARGS, bump_doc},
     {"same", same, METH_VARARGS, same_doc},
+    {"meets", meets, METH_VARARGS, meets_doc},
     {"step", step, METH_VARARGS, step_doc},
     {"cbrt", cbrt_of, METH_VARARGS, cbrt_doc},
     {NULL, NULL, 0, NULL},
@@ -326,9 +420,8 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&MODULE);
     if (module == NULL)
         return NULL;
-    name_grad = PyUnicode_InternFromString("grad");
     name_cdata = PyUnicode_InternFromString("_cdata");
-    if (name_grad == NULL || name_cdata == NULL ||
+    if (name_cdata == NULL ||
         PyModule_AddIntConstant(module, "BEST_LEVEL", (long)best_level()) < 0 ||
         pthread_atfork(NULL, NULL, note_fork) != 0) {
         Py_DECREF(module);

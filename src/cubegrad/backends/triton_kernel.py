@@ -47,10 +47,9 @@ def _displacement(s, v, eps):
 
 
 @triton.jit
-def _pieces(value, mask, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _pieces(value, mask, BLOCK: tl.constexpr):
     """The sums of a block's pieces."""
-    if not WHOLE:
-        value = tl.where(mask, value, 0.0)
+    value = tl.where(mask, value, 0.0)
     return tl.sum(tl.reshape(value, (PIECES, BLOCK // PIECES)), 1)
 
 
@@ -101,9 +100,13 @@ def _update(
         root = _cbrt(v)
         u = _over(s, root, eps)  # s_{k+1} / (∛ν_{k+1} + ε)
         if SUMS:
-            agreement += _pieces(loss_g * weight * away, mask, WHOLE, BLOCK)  # λ_k g_k (x_0 - x_k)
-            product += _pieces(s * u, mask, WHOLE, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
-            roots += _pieces(root, mask, WHOLE, BLOCK)  # ∛ν_{k+1}
+            # A coordinate whose ν is no longer finite counts for nothing.
+            finite = root < float("inf")
+            if not WHOLE:
+                finite &= mask
+            agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
+            product += _pieces(s * u, finite, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
+            roots += _pieces(root, finite, BLOCK)  # ∛ν_{k+1}
         if CENTRED:
             x0 = x0 * shrink
             if shrink != 1:
@@ -223,6 +226,7 @@ def advance_estimate(
     real = group < n_groups
     row, told = values + 5 * group, sums + 3 * group
     newest = tl.load(told, real, 0.0)
+    newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
     product = tl.sum(tl.load(told + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
     roots = tl.load(told + 2, real, 0.0)
     norm = tl.sqrt(product) * tl.sqrt(tl.sum(roots, 0))  # ‖s‖ √tr A

@@ -32,6 +32,25 @@ def check(name: str, param: Tensor) -> None:
         )
 
 
+def check_grad(name: str, param: Tensor) -> None:
+    """Refuse a gradient that torch lets someone assign, and no step can use."""
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.dtype not in DTYPES or grad.is_complex() != param.is_complex():
+        raise TypeError(
+            f"the gradient of {name} has dtype {grad.dtype} and its parameter {param.dtype}; "
+            "gradients must be float16, bfloat16, float32 or float64, complex for complex "
+            "parameters: convert it"
+        )
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"the gradient of {name} has shape {tuple(grad.shape)} and its parameter "
+            f"{tuple(param.shape)}; they must be equal: compute the gradient after changing "
+            "param.data"
+        )
+
+
 def dtype_of(param: Tensor) -> torch.dtype:
     """float32 for half precision: ν of a float16 gradient of 300 would overflow float16."""
     return torch.promote_types(param.dtype, torch.float32)
@@ -90,6 +109,15 @@ def lie_alike(first: Tensor, *others: Tensor) -> bool:
             return False
         expected *= size
     return all(other == strides[0] for other in strides[1:])
+
+
+def lies_in_storage(tensor: Tensor) -> bool:
+    """Whether the storage holds every element; one that was resized may not."""
+    if tensor.numel() == 0:
+        return True
+    last = sum(stride * (size - 1) for stride, size in _strides(tensor))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return needed <= tensor.untyped_storage().nbytes()
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:

@@ -62,6 +62,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
         )
     group = defaults | {"auto_lr": False} | deepcopy(new)  # as in checkpoints from before it
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
+    group.setdefault("last_eps", group["eps"])
     options.check(group)
     if group["auto_lr"]:
         group["estimate"] = _estimate(group.get("estimate"))

@@ -1,0 +1,69 @@
+"""Tensors that share memory, which a kernel that updates all of them at once must not meet."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from cubegrad.backends import look
+
+Span = tuple[int, int]
+
+
+def span(tensor: Tensor) -> Span:
+    """The addresses from the first to past the last byte of a strided tensor."""
+    if tensor.numel() == 0:
+        return 0, 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def meet(a: Span, b: Span) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def any_meet(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+    """Whether a tensor that is written to shares memory with any other one."""
+    spans = [(*span(tensor), True) for tensor in written]
+    spans += [(*span(tensor), False) for tensor in read]
+    written_end = read_end = 0
+    for start, end, is_written in sorted(spans):
+        if start < written_end or (is_written and start < read_end):
+            return True
+        if is_written:
+            written_end = max(written_end, end)
+        else:
+            read_end = max(read_end, end)
+    return False
+
+
+def plain_meets(spans: bytes, lengths: bytes, grads: bytes) -> bool:
+    """Whether any gradient at these addresses, of these lengths, shares memory with the spans."""
+    bounds = array("q", spans)
+    starts, ends = bounds[::2], bounds[1::2]
+    for start, length in zip(array("q", grads), array("q", lengths), strict=True):
+        nearest = bisect_right(ends, start)  # the first span that ends behind its start
+        if nearest < len(starts) and length and starts[nearest] < start + length:
+            return True
+    return False
+
+
+meets = plain_meets if look.native is None else look.native.meets
+
+
+class Written:
+    """The spans of tensors that share no memory with each other, to compare gradients with."""
+
+    def __init__(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        spans = sorted(span(tensor) for tensor in tensors if tensor.numel())
+        self.spans = array("q", chain.from_iterable(spans)).tobytes()
+        lengths = (end - start for start, end in map(span, grads))
+        self.lengths = array("q", lengths).tobytes()
+
+    def meets(self, grads: bytes) -> bool:
+        """Whether any gradient at these addresses shares memory with what is written to."""
+        return bool(meets(self.spans, self.lengths, grads))
