@@ -184,10 +184,6 @@ REFUSED = {
         lambda: broken(lambda d: d["state"].update(weight=d["state"][0])),
         "state for 'weight', which is none of the parameters",
     ),
-    "one key for two": (
-        lambda: broken(lambda d: d["param_groups"][0].update(params=[0, 0])),
-        r"param groups of \[2\] parameters, the optimizer \[1\]",
-    ),
     "a group that is no dict": (
         lambda: broken(lambda d: d.update(param_groups=[3])),
         "param group 0 of the state dict is a int, not a dict",
@@ -195,6 +191,14 @@ REFUSED = {
     "a group without parameters": (
         lambda: broken(lambda d: d["param_groups"][0].update(params=None)),
         "param group 0 of the state dict has no list 'params' but",
+    ),
+    "a parameter that is no key": (
+        lambda: broken(lambda d: d["param_groups"][0].update(params=[[0]])),
+        "param group 0 of the state dict lists a list among its 'params'",
+    ),
+    "a buffer without values": (
+        lambda: broken(lambda d: d["state"][0].update(grad_sum=torch.ones(3, device="meta"))),
+        "grad_sum of parameter 0 is on the meta device and has no values",
     ),
     "an entry that is no dict": (
         lambda: broken(lambda d: d["state"].update({0: torch.ones(3)})),

@@ -30,6 +30,9 @@ BAD = [
     ({"denominator": "theory"}, "grad_bound=None must be a number or one per coordinate"),
     ({"grad_bound": -1.0}, "grad_bound=-1.0 must be finite and >= 0"),
     ({"grad_bound": torch.ones(2)}, "grad_bound has shape (2,), params[0] has (3,); pass one"),
+    ({"grad_bound": "x"}, "grad_bound='x' must be a real number or a dense tensor"),
+    ({"grad_bound": 1j}, "grad_bound=1j must be a real number"),
+    ({"grad_bound": torch.ones(3).to_sparse()}, "must be a real number or a dense tensor"),
     ({"betas": (0.9, 0.99)}, "unknown options ['betas']; a method takes lr, weights, power"),
 ]
 

@@ -196,6 +196,20 @@ def test_empty_parameters_have_no_smallest_sum(cls):
     assert other.state[param]["step"] == 2
 
 
+@each_optimizer
+def test_one_key_for_two_parameters_is_refused(cls):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = cls(params)
+    advance(params, optimizer, 0, 1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["params"] = [0, 0]
+    with pytest.raises(ValueError, match="lists 0 for two parameters"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["params"] = [0, 1]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[params[1]]["step"] == 1
+
+
 def test_one_key_for_a_parameter_that_is_listed_twice():
     param = nn.Parameter(torch.ones(3))
     with pytest.warns(UserWarning, match="duplicate parameters"):

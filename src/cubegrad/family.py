@@ -162,7 +162,7 @@ class DualAveraging(Optimizer):
 
     def _update(self, group: Group, param: Tensor, grad: Tensor) -> None:
         state = self.state[param]
-        if not state:
+        if "step" not in state:  # a wrapper may have put something there before
             state.update(_fresh_state(group, param))
         k = int(state["step"])
         x, grad = (tensor.to(state_dtype(param)) for tensor in (param, grad))

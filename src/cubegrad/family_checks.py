@@ -27,10 +27,16 @@ def check_params(group: Group) -> None:
                 "complex ones use cubegrad.MADGRAD"
             )
         if group["grad_bound"] is not None:
-            _check_bound(name, torch.as_tensor(group["grad_bound"]), param)
+            _check_bound(name, group["grad_bound"], param)
 
 
-def _check_bound(name: str, bound: Tensor, param: Tensor) -> None:
+def _check_bound(name: str, value: Any, param: Tensor) -> None:
+    try:
+        bound = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(_wrong_bound(value)) from error
+    if bound.is_complex() or bound.layout != torch.strided or bound.is_meta:
+        raise TypeError(_wrong_bound(value))
     if not bool(((bound >= 0) & bound.isfinite()).all()):
         raise ValueError(
             f"grad_bound={bound.tolist()} must be finite and >= 0; use the largest absolute value "
@@ -41,6 +47,13 @@ def _check_bound(name: str, bound: Tensor, param: Tensor) -> None:
             f"grad_bound has shape {tuple(bound.shape)}, {name} has {tuple(param.shape)}; pass one "
             "number, or one per coordinate and each parameter in a group of its own"
         )
+
+
+def _wrong_bound(value: Any) -> str:
+    return (
+        f"grad_bound={value!r} must be a real number or a dense tensor of one per coordinate; use "
+        "the largest absolute value a coordinate of a gradient can take"
+    )
 
 
 def refuse_sparse(group: Group) -> None:

@@ -1,6 +1,6 @@
 """Checks of a state dict that hold for every optimizer here, made before anything changes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -48,6 +48,12 @@ def parts(state_dict: Any) -> tuple[list[Group], dict[Any, Any]]:
                 f"param group {index} of the state dict has no list 'params' but "
                 f"{sorted(map(str, group))}; {WHOLE}"
             )
+        for key in group["params"]:
+            if not isinstance(key, Hashable):
+                raise ValueError(
+                    f"param group {index} of the state dict lists a {type(key).__name__} among its "
+                    f"'params', which must be keys of its state; {WHOLE}"
+                )
     return state_dict["param_groups"], state_dict["state"]
 
 
@@ -135,6 +141,8 @@ def buffer(what: str, value: Any, param: Tensor) -> Tensor:
         raise ValueError(f"{what} is a {type(value).__name__}, not a tensor; {WHOLE}")
     if value.layout != torch.strided:
         raise ValueError(f"{what} has layout {value.layout}; it must be dense: use to_dense()")
+    if value.is_meta and not param.is_meta:
+        raise ValueError(f"{what} is on the meta device and has no values; load them from a file")
     if value.shape != param.shape or value.is_complex() != param.is_complex():
         raise ValueError(
             f"{what} is {value.dtype} of shape {tuple(value.shape)}, its parameter {param.dtype} "
