@@ -186,7 +186,7 @@ REFUSED = {
     ),
     "a group that is no dict": (
         lambda: broken(lambda d: d.update(param_groups=[3])),
-        "param group 0 of the state dict is a int, not a dict",
+        "param group 0 of the state dict is of type int, not a dict",
     ),
     "a group without parameters": (
         lambda: broken(lambda d: d["param_groups"][0].update(params=None)),
@@ -194,7 +194,7 @@ REFUSED = {
     ),
     "a parameter that is no key": (
         lambda: broken(lambda d: d["param_groups"][0].update(params=[[0]])),
-        "param group 0 of the state dict lists a list among its 'params'",
+        "param group 0 of the state dict has \\[0\\] among its 'params'",
     ),
     "a buffer without values": (
         lambda: broken(lambda d: d["state"][0].update(grad_sum=torch.ones(3, device="meta"))),
@@ -202,14 +202,14 @@ REFUSED = {
     ),
     "an entry that is no dict": (
         lambda: broken(lambda d: d["state"].update({0: torch.ones(3)})),
-        "the state of parameter 0 is a Tensor, not a dict",
+        "the state of parameter 0 is of type Tensor, not a dict",
     ),
     "an lr of two numbers": (
         lambda: broken(lambda d: d["param_groups"][0].update(lr=torch.ones(2))),
         "lr=.* must be one number",
     ),
-    "no dict": (lambda: None, "the state dict is a NoneType, not a dict"),
-    "a list": (lambda: [{}], "the state dict is a list, not a dict"),
+    "no dict": (lambda: None, "the state dict is of type NoneType, not a dict"),
+    "a list": (lambda: [{}], "the state dict is of type list, not a dict"),
     "a negative sum of squares": (
         lambda: broken(lambda d: d["state"][0]["grad_sq_sum"][1].fill_(-0.25)),
         "the smallest value of grad_sq_sum of parameter 0 is -0.25; it must be >= 0.*FSDP1",
@@ -261,7 +261,7 @@ REFUSED = {
     ),
     "a buffer that is no tensor": (
         lambda: broken(lambda d: d["state"][0].update(grad_sum=[1.0, 2.0, 3.0])),
-        "grad_sum of parameter 0 is a list",
+        "grad_sum of parameter 0 is of type list",
     ),
 }
 

@@ -97,11 +97,20 @@ REFUSED = {
         lambda d: d["state"][0].update(grad_sum=torch.ones(5)),
         r"grad_sum of parameter 0 is .* of shape \(5,\), its parameter .*\(4, 3\)",
     ),
-    "no tensor": (lambda d: d["state"][0].update(centre=[1.0]), "centre of parameter 0 is a list"),
+    "no tensor": (
+        lambda d: d["state"][0].update(centre=[1.0]),
+        "centre of parameter 0 is of type list",
+    ),
     "no state": (lambda d: d.pop("state"), r"has no dict 'state' but \['param_groups'\]"),
     "nobody's state": (lambda d: d["state"].update({7: {}}), "has state for 7, which is none of"),
-    "no dict": (lambda d: d["state"].update({1: 3}), "state of parameter 1 is a int, not a dict"),
-    "no group": (lambda d: d.update(param_groups=[3]), "param group 0 .* is a int, not a dict"),
+    "no dict": (
+        lambda d: d["state"].update({1: 3}),
+        "state of parameter 1 is of type int, not a dict",
+    ),
+    "no group": (
+        lambda d: d.update(param_groups=[3]),
+        "param group 0 .* is of type int, not a dict",
+    ),
     "one key for two": (
         lambda d: d["param_groups"][0].update(params=[0, 0]),
         "the state dict lists 0 for two parameters",

@@ -4,6 +4,7 @@ They keep the paper's quantities under other names, and step by lr + eps where t
 """
 
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 from cubegrad import options, state_dicts
@@ -76,7 +77,7 @@ def _package(groups: list[Group], has_k: bool) -> str:
     packages = set()
     for index, group in enumerate(groups):
         if not isinstance(group, dict):
-            raise _unknown(f"a {type(group).__name__} as param group {index}", "a dict")
+            raise _unknown(f"{group!r} as param group {index}", "a dict")
         if set(OURS) <= set(group):
             raise ValueError(
                 f"param group {index} has {sorted(map(str, group))}, so cubegrad wrote it; "
@@ -86,11 +87,11 @@ def _package(groups: list[Group], has_k: bool) -> str:
         if not found and has_k:
             found = ["madgrad"]  # which once saved no flag, and reads a missing one as False
         if len(found) != 1 or not set(OPTIONS) <= set(group):
-            keys = f"{sorted(map(str, group))} in param group {index}"
-            raise _unknown(keys, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
-        if not isinstance(group["params"], list):
-            kind = type(group["params"]).__name__
-            raise _unknown(f"a {kind} as 'params' of param group {index}", "a list")
+            names = f"{sorted(map(str, group))} in param group {index}"
+            raise _unknown(names, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
+        keys = group["params"]
+        if not (isinstance(keys, list) and all(isinstance(key, Hashable) for key in keys)):
+            raise _unknown(f"{keys!r} as 'params' of param group {index}", "a list of keys")
         packages.update(found)
     if len(packages) != 1 or (has_k and "timm" in packages):
         mixed = f"groups of {sorted(packages)} {'with' if has_k else 'without'} a count 'k'"
@@ -104,7 +105,7 @@ def _entry(package: str, key: Any, group: Group | None, values: Any, k: Any) -> 
             return values  # a wrapper's or a hook's
         raise _unknown(f"state for {key!r}, which no param group lists", "state of parameters")
     if not isinstance(values, dict):
-        raise _unknown(f"a {type(values).__name__} for parameter {key!r}", "a dict")
+        raise _unknown(f"state of type {type(values).__name__} for parameter {key!r}", "a dict")
     if not KNOWN & values.keys():  # it has not been stepped yet
         return values
     names = {"grad_sum_sq", "step"} if package == "timm" else {"grad_sum_sq"}
