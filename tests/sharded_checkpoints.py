@@ -4,11 +4,13 @@ The gradients are made up, the same at any number of processes, so that every ru
 bits of the unbroken one in a single process.
 """
 
+import copy
 import os
 import shutil
 from pathlib import Path
 
 import cases
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -47,6 +49,10 @@ def advance(model, optimizer, first, last):
             param.grad = spread(grad, *param.placements) if is_spread else grad
         optimizer.step()
     optimizer.zero_grad()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unbroken(setting):
@@ -147,3 +153,52 @@ def a_full_state_dict_is_cut_into_shards_again():
         again, other = build(setting, shard=True, seed=1)
         set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state, options=full)
         check(setting, again, other)
+
+
+@on(2)
+def a_negative_sum_is_refused_by_the_rank_that_holds_it():
+    model, optimizer = build("madgrad", shard=True)
+    advance(model, optimizer, 0, 2)
+    for rank in range(2):
+        saved = copy.deepcopy(optimizer.state_dict())
+        if dist.get_rank() == rank:
+            saved["state"][0]["grad_sq_sum"].to_local().fill_(-1.0)
+        before = copy.deepcopy(optimizer.state_dict())
+        if dist.get_rank() == rank:
+            with pytest.raises(ValueError, match=r"grad_sq_sum of parameter 0 is -1\.0"):
+                optimizer.load_state_dict(saved)
+        else:
+            optimizer.load_state_dict(saved)
+        after = optimizer.state_dict()
+        for key, entries in before["state"].items():
+            for name, tensor in entries.items():
+                assert torch.equal(local(tensor), local(after["state"][key][name]))
+
+
+@on(2)
+def momentum_raised_before_saving_is_saved_with_the_shards_of_x_0():
+    model, optimizer = build("no-momentum", shard=True)
+    starts = [local(param).detach().clone() for param in model.parameters()]
+    advance(model, optimizer, 0, 3)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    saved = optimizer.state_dict()["state"]
+    for key, (start, param) in enumerate(zip(starts, model.parameters(), strict=True)):
+        found = saved[key]["initial_param"]
+        assert found.placements == param.placements
+        torch.testing.assert_close(local(found), start, rtol=0, atol=1e-6)
+        assert "initial_param" not in optimizer.state[param]
+
+
+@on(2)
+def what_a_wrapper_keeps_of_a_shard_comes_along():
+    model, optimizer = build("bfloat16", shard=True)
+    advance(model, optimizer, 0, 1)
+    for param in model.parameters():
+        optimizer.state[param]["slow"] = param.detach().clone()
+    other = build("bfloat16", shard=True)[1]
+    other.load_state_dict(optimizer.state_dict())
+    pairs = zip(model.parameters(), other.param_groups[0]["params"], strict=True)
+    for param, twin in pairs:
+        found = other.state[twin]["slow"]
+        assert found.placements == param.placements
+        assert torch.equal(local(found), local(param))

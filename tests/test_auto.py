@@ -193,14 +193,16 @@ def test_a_run_goes_on_bit_for_bit(how: str, flags: dict[str, Any], tmp_path: An
 
 
 def test_old_checkpoints_keep_their_lr() -> None:
-    case, old = Case(), MADGRAD([nn.Parameter(torch.ones(3))], lr=0.25)
-    saved = MADGRAD(Case().net.parameters(), lr=0.25).state_dict()
+    old = MADGRAD([nn.Parameter(torch.ones(3))], lr=0.25)
+    saved = old.state_dict()
     del saved["param_groups"][0]["auto_lr"]
-    case.optimizer.load_state_dict(saved)
-    case.train(range(2))
-    assert case.optimizer.param_groups[0]["lr"] == 0.25
+    other = MADGRAD([nn.Parameter(torch.ones(3))], lr=0.5)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.25
     with pytest.raises(RuntimeError, match=r"lr=0\.25; read"):
-        case.optimizer.estimated_lr()
+        other.estimated_lr()
+    with pytest.raises(ValueError, match=r"with lr=0\.25, and the optimizer .* with lr='auto'"):
+        MADGRAD([nn.Parameter(torch.ones(3))], lr="auto").load_state_dict(saved)
     del old.defaults["auto_lr"], old.param_groups[0]["auto_lr"]
     again = pickle.loads(pickle.dumps(old))
     again.param_groups[0]["params"][0].grad = torch.ones(3)
@@ -208,7 +210,20 @@ def test_old_checkpoints_keep_their_lr() -> None:
     assert (again.param_groups[0]["params"][0] < 1).all()
 
 
-@pytest.mark.parametrize("estimate", [None, torch.zeros(4), torch.full((5,), math.nan)], ids=str)
+DAMAGED = [
+    None,
+    torch.zeros(4),
+    torch.full((5,), math.nan),
+    torch.tensor([-0.1, 0, 1, 1, 1]),
+    torch.tensor([math.inf, 0, 1, 1, 1]),
+    torch.tensor([0.1, 0, -1, 1, 1]),
+    torch.tensor([0.1, 0, 1, -1, 1]),
+    torch.tensor([0.1, 0, 1, 1, -1]),
+    torch.tensor([0.1, 0, 1, 1, 0.5]),
+]
+
+
+@pytest.mark.parametrize("estimate", DAMAGED, ids=str)
 def test_a_damaged_estimate_is_refused(estimate: Any) -> None:
     case = Case()
     case.train(range(2))

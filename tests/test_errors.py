@@ -2,11 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, backends
+from cubegrad import MADGRAD, MirrorMADGRAD, backends, family
 
 NAN = float("nan")
 
@@ -49,10 +50,24 @@ def test_bad_options_are_refused_at_construction_and_in_groups(cls, options, mes
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("bad", ["fast", torch.ones(2), None])
-def test_an_lr_that_is_no_number_is_refused(bad):
-    with pytest.raises(TypeError, match=r"lr=.*must be one number"):
-        MADGRAD([param()], lr=bad)
+NUMBERS = ["lr", "momentum", "weight_decay", "eps"]
+
+
+@pytest.mark.parametrize("bad", ["fast", None, 1j, [0.1, 0.2], torch.tensor(1j)], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_option_that_is_no_number_is_refused(name, bad):
+    with pytest.raises(TypeError, match=rf"{name}=.*must be one number"):
+        MADGRAD([param()], **{name: bad})
+
+
+@pytest.mark.parametrize("bad", [torch.ones(2), torch.ones(0), np.ones(2)], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_option_of_several_numbers_is_a_value_error_as_in_torch(name, bad):
+    message = rf"{name}=.*\(shape \({len(bad)},\)\) must be one number"
+    with pytest.raises(ValueError, match=message):
+        MADGRAD([param()], **{name: bad})
+    with pytest.raises(ValueError, match=message):
+        family.MADGRAD([param()], **{name: bad})
 
 
 def test_an_empty_parameter_list_is_refused():
@@ -162,17 +177,79 @@ REFUSED = {
         r"param groups of \[1, 1\] parameters",
     ),
     "state of nobody": (
-        lambda: broken(lambda d: d["state"].update(k=torch.tensor([3]))),
-        "state for 'k', which is none of its parameters.*interop",
+        lambda: broken(lambda d: d["state"].update({7: {}})),
+        "state for 7, which is none of the parameters that its groups list",
+    ),
+    "state under a parameter's name": (
+        lambda: broken(lambda d: d["state"].update(weight=d["state"][0])),
+        "state for 'weight', which is none of the parameters",
+    ),
+    "a group that is no dict": (
+        lambda: broken(lambda d: d.update(param_groups=[3])),
+        "param group 0 of the state dict is of type int, not a dict",
+    ),
+    "a group without parameters": (
+        lambda: broken(lambda d: d["param_groups"][0].update(params=None)),
+        "param group 0 of the state dict has no list 'params' but",
+    ),
+    "a parameter that is no key": (
+        lambda: broken(lambda d: d["param_groups"][0].update(params=[[0]])),
+        "param group 0 of the state dict has \\[0\\] among its 'params'",
+    ),
+    "a buffer without values": (
+        lambda: broken(lambda d: d["state"][0].update(grad_sum=torch.ones(3, device="meta"))),
+        "grad_sum of parameter 0 is on the meta device and has no values",
+    ),
+    "an entry that is no dict": (
+        lambda: broken(lambda d: d["state"].update({0: torch.ones(3)})),
+        "the state of parameter 0 is of type Tensor, not a dict",
+    ),
+    "an lr of two numbers": (
+        lambda: broken(lambda d: d["param_groups"][0].update(lr=torch.ones(2))),
+        "lr=.* must be one number",
+    ),
+    "no dict": (lambda: None, "the state dict is of type NoneType, not a dict"),
+    "a list": (lambda: [{}], "the state dict is of type list, not a dict"),
+    "a negative sum of squares": (
+        lambda: broken(lambda d: d["state"][0]["grad_sq_sum"][1].fill_(-0.25)),
+        "the smallest value of grad_sq_sum of parameter 0 is -0.25; it must be >= 0.*FSDP1",
+    ),
+    "minus infinity": (
+        lambda: broken(lambda d: d["state"][0]["grad_sq_sum"][1].fill_(-float("inf"))),
+        "grad_sq_sum of parameter 0 is -inf",
+    ),
+    "a sparse buffer": (
+        lambda: broken(lambda d: d["state"][0].update(grad_sum=torch.ones(3).to_sparse())),
+        "grad_sum of parameter 0 has layout torch.sparse_coo; it must be dense",
+    ),
+    "no initial_param": (
+        lambda: broken(lambda d: d["state"][0].pop("initial_param")),
+        r"parameter 0 has no initial_param, which its group's momentum=0\.9 needs",
+    ),
+    "no initial_param for a tensor": (
+        lambda: broken(lambda d: d["state"][0].pop("initial_param"), momentum=torch.tensor(0.0)),
+        r"parameter 0 has no initial_param, which its group's momentum=0\.0 needs",
+    ),
+    "an estimated lr": (
+        lambda: trained(lr="auto").state_dict(),
+        r"saved with lr='auto', and the optimizer was built with lr=0\.5; build it with lr='auto'",
     ),
     "a NaN lr": (lambda: broken(lambda d: d["param_groups"][0].update(lr=NAN)), "lr=nan"),
     "a step that is no count": (
         lambda: broken(lambda d: d["state"][0].update(step=torch.tensor(NAN))),
-        "step of parameter 0 is tensor",
+        "step of parameter 0 is nan; it must be one count >= 0",
     ),
     "a step that is no number": (
         lambda: broken(lambda d: d["state"][0].update(step="x")),
         "step of parameter 0 is 'x'",
+    ),
+    "a negative step": (
+        lambda: broken(lambda d: d["state"][0].update(step=torch.tensor(-1.0))),
+        "step of parameter 0 is -1.0; it must be one count >= 0",
+    ),
+    "two steps": (
+        lambda: broken(lambda d: d["state"][0].update(step=torch.ones(2))),
+        r"step of parameter 0 is tensor\(\[1., 1.\]\); it must be one number",
     ),
     "half a step": (
         lambda: broken(lambda d: d["state"][0].update(step=2.5)),
@@ -184,7 +261,7 @@ REFUSED = {
     ),
     "a buffer that is no tensor": (
         lambda: broken(lambda d: d["state"][0].update(grad_sum=[1.0, 2.0, 3.0])),
-        "grad_sum of parameter 0 is a list",
+        "grad_sum of parameter 0 is of type list",
     ),
 }
 

@@ -30,6 +30,9 @@ BAD = [
     ({"denominator": "theory"}, "grad_bound=None must be a number or one per coordinate"),
     ({"grad_bound": -1.0}, "grad_bound=-1.0 must be finite and >= 0"),
     ({"grad_bound": torch.ones(2)}, "grad_bound has shape (2,), params[0] has (3,); pass one"),
+    ({"grad_bound": "x"}, "grad_bound='x' must be a real number or a dense tensor"),
+    ({"grad_bound": 1j}, "grad_bound=1j must be a real number"),
+    ({"grad_bound": torch.ones(3).to_sparse()}, "must be a real number or a dense tensor"),
     ({"betas": (0.9, 0.99)}, "unknown options ['betas']; a method takes lr, weights, power"),
 ]
 
@@ -86,13 +89,52 @@ REFUSED = {
         r"param groups of \[1\] parameters, the optimizer \[2\]",
     ),
     "a bad option": (lambda d: d["param_groups"][0].update(lr=NAN), "lr=nan"),
-    "a missing buffer": (lambda d: d["state"][1].pop("centre"), "parameter 1 is .*it must be"),
+    "a missing buffer": (
+        lambda d: d["state"][1].pop("centre"),
+        r"parameter 1 is .*it must have \['centre', 'grad_sq_sum'",
+    ),
     "another shape": (
         lambda d: d["state"][0].update(grad_sum=torch.ones(5)),
-        r"grad_sum of parameter 0 has shape \(5,\), its parameter \(4, 3\)",
+        r"grad_sum of parameter 0 is .* of shape \(5,\), its parameter .*\(4, 3\)",
     ),
-    "no state": (lambda d: d.pop("state"), r"has \['param_groups'\]; it must have 'state'"),
-    "nobody's state": (lambda d: d["state"].update(x={}), r"has state for \['x'\]"),
+    "no tensor": (
+        lambda d: d["state"][0].update(centre=[1.0]),
+        "centre of parameter 0 is of type list",
+    ),
+    "no state": (lambda d: d.pop("state"), r"has no dict 'state' but \['param_groups'\]"),
+    "nobody's state": (lambda d: d["state"].update({7: {}}), "has state for 7, which is none of"),
+    "no dict": (
+        lambda d: d["state"].update({1: 3}),
+        "state of parameter 1 is of type int, not a dict",
+    ),
+    "no group": (
+        lambda d: d.update(param_groups=[3]),
+        "param group 0 .* is of type int, not a dict",
+    ),
+    "one key for two": (
+        lambda d: d["param_groups"][0].update(params=[0, 0]),
+        "the state dict lists 0 for two parameters",
+    ),
+    "a negative sum": (
+        lambda d: d["state"][0]["grad_sq_sum"][2, 1].fill_(-2.0),
+        "grad_sq_sum of parameter 0 is -2.0; it must be >= 0",
+    ),
+    "a negative weight": (
+        lambda d: d["state"][1].update(weight_sum=-1.0),
+        "weight_sum of parameter 1 is -1.0; it must be >= 0, as a sum of weights is",
+    ),
+    "half a step": (
+        lambda d: d["state"][1].update(step=torch.tensor(1.5)),
+        "step of parameter 1 is 1.5; it must be one count >= 0",
+    ),
+    "two steps": (
+        lambda d: d["state"][1].update(step=torch.ones(2)),
+        r"step of parameter 1 is .*; it must be one number",
+    ),
+    "an lr of two numbers": (
+        lambda d: d["param_groups"][0].update(lr=torch.ones(2)),
+        "lr=.* must be one number",
+    ),
 }
 
 

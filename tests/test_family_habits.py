@@ -234,3 +234,13 @@ def test_the_bound_may_be_one_per_coordinate():
     twins = two(torch.bfloat16)
     train(family.TheoreticalMADGRAD(twins, grad_bound=2.0), twins, 3)
     assert equal(params, twins)
+
+
+def test_a_wrapper_may_write_into_the_state_before_the_first_step():
+    params, twins = two(), two()
+    optimizer, plain = family.MADGRAD(params), family.MADGRAD(twins)
+    optimizer.state[params[0]]["ema"] = torch.ones(4, 3)
+    train(optimizer, params, 2)
+    train(plain, twins, 2)
+    assert equal(params, twins)
+    assert torch.equal(optimizer.state[params[0]]["ema"], torch.ones(4, 3))

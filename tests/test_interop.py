@@ -302,6 +302,12 @@ def assert_refused(state_dict, found, expected):
         ("madgrad", lambda d: d["state"][0].update(step=3), "'s', 'step', 'x0']", "'s', 'x0']"),
         ("timm", lambda d: d["state"][0].update(z=0), "'x0', 'z']", "'step', 'x0']"),
         (MIRROR, lambda d: d["state"][0].update(x0=0), "'x0', 'z']", "['grad_sum_sq', 'z']"),
+        ("madgrad", lambda d: d["state"].update({0: 3}), "type int for parameter 0", "a dict"),
+        ("timm", lambda d: d["state"].update({0: tensors(0)[0]}), "type Tensor for par", "a dict"),
+        ("timm", lambda d: d["state"].update(x=d["state"][0]), "state for 'x'", "of parameters"),
+        ("madgrad", lambda d: d["param_groups"].append(3), "3 as param group 1", "a dict"),
+        ("timm", lambda d: d["param_groups"][0].update(params=2), "2 as 'params'", "a list of"),
+        ("timm", lambda d: d["param_groups"][0].update(params=[[]]), "[[]] as 'params'", "of keys"),
         (
             "madgrad",
             lambda d: d["state"].update({1: saved(MIRROR)["state"][1]}),
@@ -314,6 +320,52 @@ def test_a_state_dict_cut_short_or_mixed_is_refused(layout, spoil, found, expect
     state_dict = saved(layout)
     spoil(state_dict)
     assert_refused(state_dict, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spoil", "message"),
+    [
+        ("madgrad", lambda d: d["state"].update(k="x"), "step count of parameter 0 is 'x'"),
+        ("timm", lambda d: d["state"][0].update(step=torch.ones(2)), "must be one number"),
+        ("timm", lambda d: d["param_groups"][0].update(lr=torch.ones(2)), r"shape \(2,\)"),
+        ("timm", lambda d: d["param_groups"][0].update(momentum=torch.ones(2)), r"shape \(2,\)"),
+    ],
+)
+def test_what_must_be_one_number_is_refused_otherwise(layout, spoil, message):
+    state_dict = saved(layout)
+    spoil(state_dict)
+    with pytest.raises(ValueError, match=message):
+        convert(state_dict)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_negative_sum_of_squares_is_refused_when_it_is_loaded(layout):
+    before = saved(layout)
+    before["state"][1]["grad_sum_sq"][2] = -1.0
+    with pytest.raises(ValueError, match=r"grad_sq_sum of parameter 1 is -1\.0"):
+        continued(before, tensors(0), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_wrapper_has_added_comes_along(layout):
+    before = saved(layout)
+    before["state"][0]["slow_buffer"] = tensors(5)[0]
+    before["state"]["note"] = {"kept": 3}
+    optimizer, params = continued(before, tensors(0), layout)
+    assert torch.equal(optimizer.state[params[0]]["slow_buffer"], tensors(5)[0])
+    assert "slow_buffer" not in optimizer.state[params[1]]
+    assert optimizer.state["note"] == {"kept": 3}
+    before["state"][1] = {"slow_buffer": tensors(5)[1]}  # of a parameter that never stepped
+    optimizer, params = continued(before, tensors(0), layout)
+    assert optimizer.state[params[1]].keys() == {"slow_buffer"}
+
+
+def test_a_momentum_of_0_that_was_a_tensor_still_needs_no_x0():
+    before = saved(momentum=0.0)
+    before["param_groups"][0]["momentum"] = torch.tensor(0.0)
+    optimizer, params = continued(before, tensors(0))
+    assert optimizer.param_groups[0]["momentum"] == 0
+    assert "initial_param" not in optimizer.state[params[0]]
 
 
 @pytest.mark.parametrize("stepped", [False, True])

@@ -10,13 +10,14 @@ docs/algorithm.md follows the derivation from class to class.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad import family_checks, options
+from cubegrad import family_checks, options, state_dicts
 from cubegrad.family_checks import state_dtype
 
 Group = dict[str, Any]
@@ -161,7 +162,7 @@ class DualAveraging(Optimizer):
 
     def _update(self, group: Group, param: Tensor, grad: Tensor) -> None:
         state = self.state[param]
-        if not state:
+        if "step" not in state:  # a wrapper may have put something there before
             state.update(_fresh_state(group, param))
         k = int(state["step"])
         x, grad = (tensor.to(state_dtype(param)) for tensor in (param, grad))
@@ -182,20 +183,19 @@ class DualAveraging(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
-        state_dict = super().state_dict()
-        state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
-        return state_dict
+        return state_dicts.plain(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict whole or not at all.
 
         torch's own method would cast the buffers of a half-precision parameter to its dtype.
+        What a wrapper has added to the state comes along, moved to the parameter's device.
         """
-        state_dict = state_dict.copy()
+        state_dict = copy(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        groups = family_checks.loaded_groups(self.param_groups, state_dict, CHOICES)
-        state = family_checks.loaded_state(self.param_groups, state_dict)
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        state, groups = family_checks.loaded(self.param_groups, state_dict, CHOICES)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cubegrad import options
+from cubegrad import options, state_dicts
 
 Group = dict[str, Any]
 
@@ -27,10 +27,16 @@ def check_params(group: Group) -> None:
                 "complex ones use cubegrad.MADGRAD"
             )
         if group["grad_bound"] is not None:
-            _check_bound(name, torch.as_tensor(group["grad_bound"]), param)
+            _check_bound(name, group["grad_bound"], param)
 
 
-def _check_bound(name: str, bound: Tensor, param: Tensor) -> None:
+def _check_bound(name: str, value: Any, param: Tensor) -> None:
+    try:
+        bound = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(_wrong_bound(value)) from error
+    if bound.is_complex() or bound.layout != torch.strided or bound.is_meta:
+        raise TypeError(_wrong_bound(value))
     if not bool(((bound >= 0) & bound.isfinite()).all()):
         raise ValueError(
             f"grad_bound={bound.tolist()} must be finite and >= 0; use the largest absolute value "
@@ -43,6 +49,13 @@ def _check_bound(name: str, bound: Tensor, param: Tensor) -> None:
         )
 
 
+def _wrong_bound(value: Any) -> str:
+    return (
+        f"grad_bound={value!r} must be a real number or a dense tensor of one per coordinate; use "
+        "the largest absolute value a coordinate of a gradient can take"
+    )
+
+
 def refuse_sparse(group: Group) -> None:
     for index, param in enumerate(group["params"]):
         if param.grad is not None and param.grad.layout != torch.strided:
@@ -52,67 +65,55 @@ def refuse_sparse(group: Group) -> None:
             )
 
 
-def loaded_groups(
+def loaded(
     groups: list[Group], state_dict: dict[str, Any], choices: dict[str, tuple[str, ...]]
-) -> list[Group]:
-    """Copies of the saved groups, which must be of the same sizes and methods."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"the state dict has {sorted(map(str, state_dict))}; it must have 'state' and "
-            "'param_groups': load what state_dict() returned, whole"
-        )
-    saved = state_dict["param_groups"]
-    sizes, found = ([len(group["params"]) for group in side] for side in (groups, saved))
-    if sizes != found:
-        raise ValueError(
-            f"the state dict has param groups of {found} parameters, the optimizer {sizes}; "
-            "build the optimizer over the same parameters and groups as when it was saved"
-        )
-    loaded = []
-    for group, old in zip(groups, saved, strict=True):
-        for name in choices:
-            if old.get(name) != group[name]:
-                raise ValueError(
-                    f"the state dict has {name}={old.get(name)!r}, the optimizer {group[name]!r}; "
-                    "build it with the choices it was saved with"
-                )
-        new = group | deepcopy(old) | {"params": group["params"]}
-        options.check_family(new, choices)
-        check_params(new)
-        loaded.append(new)
-    return loaded
+) -> tuple[dict[Any, Any], list[Group]]:
+    """Copies of the saved state and groups, which must be of the same sizes and methods."""
+    saved, saved_state = state_dicts.parts(state_dict)
+    owner = state_dicts.owners(groups, saved)
+    new_groups = [_group(group, old, choices) for group, old in zip(groups, saved, strict=True)]
+    state: dict[Any, Any] = dict(state_dicts.shared(saved_state, owner, "grad_sq_sum"))
+    checks = state_dicts.Checks()
+    for key, values in saved_state.items():
+        if key in owner:
+            param, _ = owner[key]
+            state[param] = _state(key, param, values, checks)
+    checks.run()
+    return state, new_groups
 
 
-def loaded_state(
-    groups: list[Group], state_dict: dict[str, Any]
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Copies of the saved state, each value in the dtype and place it is kept in."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    owner = dict(zip(keys, (p for group in groups for p in group["params"]), strict=True))
-    unknown = state_dict["state"].keys() - owner.keys()
-    if unknown:
-        raise ValueError(
-            f"the state dict has state for {sorted(unknown, key=repr)}, which are none of its "
-            f"{len(owner)} parameters; load what state_dict() returned, whole"
-        )
-    state = state_dict["state"].items()
-    return {owner[key]: _one_state(key, owner[key], values) for key, values in state}
-
-
-def _one_state(key: Any, param: Tensor, values: dict[str, Any]) -> dict[str, Tensor]:
-    expected = {*SCALARS, *BUFFERS}
-    if set(values) != expected:
-        raise ValueError(
-            f"the state of parameter {key!r} is {sorted(values)}, it must be {sorted(expected)}; "
-            "load what state_dict() of the same class returned"
-        )
-    for name in BUFFERS:
-        if values[name].shape != param.shape:
+def _group(group: Group, old: Group, choices: dict[str, tuple[str, ...]]) -> Group:
+    for name in choices:
+        if old.get(name) != group[name]:
             raise ValueError(
-                f"{name} of parameter {key!r} has shape {tuple(values[name].shape)}, its parameter "
-                f"{tuple(param.shape)}; build the optimizer over the same parameters"
+                f"the state dict has {name}={old.get(name)!r}, the optimizer {group[name]!r}; "
+                "build it with the choices it was saved with"
             )
-    state = {name: values[name].to("cpu", copy=True) for name in SCALARS}
+    new = group | deepcopy(old) | {"params": group["params"]}
+    options.check_family(new, choices)
+    check_params(new)
+    return new
+
+
+def _state(key: Any, param: Tensor, values: Any, checks: state_dicts.Checks) -> dict[str, Any]:
+    values = state_dicts.entries(key, values)
+    expected = {*SCALARS, *BUFFERS}
+    others = {name: value for name, value in values.items() if name not in expected}
+    state = {name: state_dicts.carried(value, param) for name, value in others.items()}
+    if not expected & values.keys():
+        return state
+    if not expected <= values.keys():
+        raise ValueError(
+            f"the state of parameter {key!r} is {sorted(map(str, values))}, it must have "
+            f"{sorted(expected)}; load what state_dict() of the same class returned"
+        )
+    what = {name: f"{name} of parameter {key!r}" for name in expected}
+    step = checks.count(what["step"], values["step"])
+    total = state_dicts.number(what["weight_sum"], values["weight_sum"], torch.float64)
+    checks.add(total, what["weight_sum"], lambda v: not v < 0, ">= 0, as a sum of weights is")
+    state |= {"step": step.to("cpu", copy=True), "weight_sum": total.to("cpu", copy=True)}
     for name in BUFFERS:
-        state[name] = values[name].to(param.device, state_dtype(param), copy=True)
+        value = state_dicts.buffer(what[name], values[name], param)
+        state[name] = value.to(param.device, state_dtype(param), copy=True)
+    checks.sum_of_squares(what["grad_sq_sum"], state["grad_sq_sum"])
     return state

@@ -4,10 +4,10 @@ They keep the paper's quantities under other names, and step by lr + eps where t
 """
 
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
-import torch
-
+from cubegrad import options, state_dicts
 from cubegrad.states.checkpoint import OURS
 
 Group = dict[str, Any]
@@ -18,10 +18,12 @@ PACKAGES = {
     "decoupled_decay": "timm",
     "weight_decouple": "pytorch_optimizer",
 }
-OPTIONS = ("lr", "eps", "momentum", "weight_decay", "params")
+NUMBERS = ("lr", "eps", "momentum", "weight_decay")
+OPTIONS = (*NUMBERS, "params")
 # pytorch_optimizer's: a backend, which is the new optimizer's to choose, and a count kept at 0.
 DROPPED = ("foreach", "step")
 NAMES = {"s": "grad_sum", "grad_sum_sq": "grad_sq_sum", "x0": "initial_param", "z": "z"}
+KNOWN = {*NAMES, "step"}
 
 
 def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -31,19 +33,20 @@ def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
     cubegrad's, with a warning. A scheduler that writes lr afresh has to add eps itself. Steps
     are counted per parameter, as in timm; madgrad and pytorch_optimizer have one count for all,
     and a parameter that is without a gradient from here on falls behind theirs. No package
-    saves maximize: build the new optimizer with it.
+    saves maximize: build the new optimizer with it. What a wrapper has added stays as it is.
     """
     groups, state = _parts(state_dict)
     package = _package(groups, "k" in state)
-    owner = {key: group for group in groups for key in group["params"]}
+    new_groups = [_group(package, group) for group in groups]
+    owner = {key: group for group in new_groups for key in group["params"]}
     converted = {
         key: _entry(package, key, owner.get(key), values, state.get("k"))
         for key, values in state.items()
-        if key != "k" and values != {}
+        if key != "k" and not (isinstance(values, dict) and not values)
     }
-    if len({"z" in values for values in converted.values()}) > 1:
+    stepped = [converted[key] for key in owner if "step" in converted.get(key, ())]
+    if len({"z" in values for values in stepped}) > 1:
         raise _unknown("state of MADGRAD and of MirrorMADGRAD together", "one of the two")
-    new_groups = [_group(package, group) for group in groups]
     decays = [bool(g["decoupled_weight_decay"] and g["weight_decay"]) for g in new_groups]
     if any(decays):
         warnings.warn(
@@ -73,17 +76,22 @@ def _parts(state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
 def _package(groups: list[Group], has_k: bool) -> str:
     packages = set()
     for index, group in enumerate(groups):
+        if not isinstance(group, dict):
+            raise _unknown(f"{group!r} as param group {index}", "a dict")
         if set(OURS) <= set(group):
             raise ValueError(
-                f"param group {index} has {sorted(group)}, so cubegrad wrote it; expected one of "
-                "another package: give this state dict to load_state_dict as it is"
+                f"param group {index} has {sorted(map(str, group))}, so cubegrad wrote it; "
+                "expected one of another package: give this state dict to load_state_dict as it is"
             )
         found = [package for flag, package in PACKAGES.items() if flag in group]
         if not found and has_k:
             found = ["madgrad"]  # which once saved no flag, and reads a missing one as False
         if len(found) != 1 or not set(OPTIONS) <= set(group):
-            keys = f"{sorted(group)} in param group {index}"
-            raise _unknown(keys, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
+            names = f"{sorted(map(str, group))} in param group {index}"
+            raise _unknown(names, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
+        keys = group["params"]
+        if not (isinstance(keys, list) and all(isinstance(key, Hashable) for key in keys)):
+            raise _unknown(f"{keys!r} as 'params' of param group {index}", "a list of keys")
         packages.update(found)
     if len(packages) != 1 or (has_k and "timm" in packages):
         mixed = f"groups of {sorted(packages)} {'with' if has_k else 'without'} a count 'k'"
@@ -91,29 +99,38 @@ def _package(groups: list[Group], has_k: bool) -> str:
     return packages.pop()
 
 
-def _entry(package: str, key: Any, group: Group | None, values: Any, k: Any) -> dict[str, Any]:
+def _entry(package: str, key: Any, group: Group | None, values: Any, k: Any) -> Any:
     if group is None:
+        if isinstance(key, str) and not (isinstance(values, dict) and KNOWN & values.keys()):
+            return values  # a wrapper's or a hook's
         raise _unknown(f"state for {key!r}, which no param group lists", "state of parameters")
+    if not isinstance(values, dict):
+        raise _unknown(f"state of type {type(values).__name__} for parameter {key!r}", "a dict")
+    if not KNOWN & values.keys():  # it has not been stepped yet
+        return values
     names = {"grad_sum_sq", "step"} if package == "timm" else {"grad_sum_sq"}
     mirror = package == "madgrad" and "z" in values
     names |= {"z"} if mirror else {"s"} if group["momentum"] == 0 else {"s", "x0"}
     stale = {"x0"} - names if not mirror else set()  # left from before momentum was 0, not read
-    if set(values) - stale != names:
-        raise _unknown(f"{sorted(values)} for parameter {key!r}", f"{sorted(names)}")
+    if (KNOWN & values.keys()) - stale != names:
+        raise _unknown(f"{sorted(map(str, values))} for parameter {key!r}", f"{sorted(names)}")
     count = values["step"] if package == "timm" else k
     if count is None:
         raise _unknown(f"{package}'s groups and no count 'k' in the state", "'k' there")
-    step = torch.as_tensor(count, dtype=torch.float32).squeeze()
-    return {"step": step} | {ours: values[name] for name, ours in NAMES.items() if name in names}
+    step = state_dicts.number(f"the step count of parameter {key!r}", count)
+    others = {name: value for name, value in values.items() if name not in KNOWN}
+    return others | {"step": step} | {NAMES[n]: values[n] for n in NAMES if n in names}
 
 
 def _group(package: str, group: Group) -> Group:
     kept = {name: value for name, value in group.items() if name not in (*PACKAGES, *DROPPED)}
+    numbers = {name: options.number(name, group[name]) for name in NUMBERS}
     lr = group["lr"]
     if package == "timm" or lr != 0:  # timm alone adds eps to an lr of 0
-        lr = lr + group["eps"]
+        lr = lr + numbers["eps"]
     return kept | {
         "lr": lr,
+        "momentum": numbers["momentum"],  # a plain 0 is what needs no x_0
         "decoupled_weight_decay": any(group.get(flag, False) for flag in PACKAGES),
         "decoupled_lr": False,
         "reference_lr": float(kept.get("initial_lr") or lr),

@@ -47,7 +47,9 @@ def _one_number(name: str, value: Any, remedy: str) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         message = f"{name}={value!r} ({kind}) must be one number; {remedy}"
-        raise TypeError(message) from error
+        # As torch.optim has it: a tensor of several numbers is a wrong value, not a wrong type.
+        several = math.prod(getattr(value, "shape", ())) != 1
+        raise (ValueError if several else TypeError)(message) from error
 
 
 def auto_lr(method: str, lr: Any) -> bool:

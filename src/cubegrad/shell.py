@@ -1,5 +1,6 @@
 """The torch.optim.Optimizer shell: groups, state, step, state_dict."""
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad import backends, estimate, options, rule, sharding, sparse, states
+from cubegrad import backends, estimate, options, rule, sharding, sparse, state_dicts, states
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.backends.prepared import Member, Prepared, Repeated, capturing, prepare
 from cubegrad.estimate import Estimate
@@ -406,10 +407,11 @@ class Shell(Optimizer):
 
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
-        state_dict = super().state_dict()
-        if "state" not in state_dict:  # a hook has made something else of it
-            return state_dict
-        state_dict["state"] = {key: dict(value) for key, value in state_dict["state"].items()}
+        state_dict = state_dicts.plain(super().state_dict())
+        with torch.no_grad():
+            lacking = checkpoint.without_initial_param(self.param_groups, self.state, state_dict)
+            for param, entries, eps in lacking:
+                entries["initial_param"] = _recovered(param, self.state[param], eps)
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -417,10 +419,12 @@ class Shell(Optimizer):
 
         torch's own method would cast the buffers to the parameter's dtype, and so lose the
         float32 state of half-precision parameters; this one gives each buffer its own dtype.
+        What a wrapper has added to the state comes along, moved to the parameter's device.
         """
-        state_dict = state_dict.copy()
+        state_dict = copy.copy(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         loaded = checkpoint.checked(self._method, self.param_groups, self.defaults, state_dict)
         state: defaultdict[Tensor, Any] = defaultdict(dict, loaded.state)
         self.__setstate__({"state": state, "param_groups": loaded.groups})
