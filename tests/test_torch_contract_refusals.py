@@ -61,6 +61,15 @@ def test_an_lr_of_two_numbers_is_a_value_error(cls):
         cls([param()], lr=torch.tensor([1e-3, 1e-3]))
 
 
+@pytest.mark.xfail(reason="options.number reads a string as a number", strict=True)
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay", "eps"])
+@pytest.mark.parametrize("cls", CLASSES[:2])
+def test_a_string_is_no_number(cls, name):
+    """float("0.1") is 0.1, and the first step would fail."""
+    with pytest.raises(TypeError, match=f"{name}='0.1' .*must be one number"):
+        cls([param()], **{name: "0.1"})
+
+
 @pytest.mark.parametrize(
     ("group", "error"),
     [
