@@ -11,7 +11,7 @@ pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 SCRIPT = Path(__file__).with_name("torch_own.py")
 # A checkout of the version of torch that is installed: its tests are in no wheel.
 CHECKOUT = os.environ.get("TORCH_CHECKOUT")
-# What is left out by purpose, or is an xfail of test_torch_contract_refusals.py.
+# An xfail of test_torch_contract_refusals.py; torch 2.6 does not ask for it.
 KNOWN = {"Tensor lr must be 1-element: TypeError"}
 
 
@@ -28,8 +28,8 @@ def run(*arguments):
 def test_what_torch_refuses_for_all_optimizers_is_refused():
     done = run()
     assert done.returncode == 0, done.stderr
-    missing = {line.split(": ", 1)[1] for line in done.stdout.splitlines()}
-    assert missing == KNOWN
+    missing = {line.split(": ", 1)[1] for line in done.stdout.split("\n") if line}
+    assert missing <= KNOWN
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="TORCH_CHECKOUT is not set")

@@ -3,8 +3,8 @@
     python torch_own.py                 which of the errors that torch asks of all are missing
     python torch_own.py ~/pytorch       runs TestOptimRenewed of that checkout over our optimizers
 
-A process of its own, since torch.testing._internal changes the one that imports it: it forbids to
-set torch.backends flags and loads a hypothesis profile with few examples.
+A process of its own, since torch.testing._internal changes the one that imports it: it freezes
+the flags of torch.backends and loads a hypothesis profile with few examples.
 """
 
 import sys
@@ -29,7 +29,7 @@ def inputs(cls: type, device: str, dtype: Any = None) -> list[Any]:  # noqa: ARG
     ]
 
 
-def changed(test: str, reason: str) -> DecorateInfo:
+def skipped(test: str, reason: str) -> DecorateInfo:
     return DecorateInfo(unittest.skip(reason), "TestOptimRenewed", test)
 
 
@@ -45,11 +45,11 @@ def info(cls: type) -> Any:
         # Sparse gradients need momentum 0, and torch's test keeps the momentum of each input.
         supports_sparse=False,
         skips=(
-            changed("test_errors", "test_torch_own.py asks for these errors one by one"),
-            changed("test_fused_error_on_params_on_meta", "the message is ours"),
-            changed("test_state_dict_pre_hook", "an xfail of test_torch_contract_state.py"),
-            changed("test_defaults_changed_to_foreach", "the default is the fused backend"),
-            changed("test_set_default_dtype_works_with_foreach", "steps are counted in float32"),
+            skipped("test_errors", "test_torch_own.py asks for these errors one by one"),
+            skipped("test_fused_error_on_params_on_meta", "the message is ours"),
+            skipped("test_state_dict_pre_hook", "an xfail of test_torch_contract_state.py"),
+            skipped("test_defaults_changed_to_foreach", "the default is the fused backend"),
+            skipped("test_set_default_dtype_works_with_foreach", "steps are counted in float32"),
         ),
     )
 
