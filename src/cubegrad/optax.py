@@ -13,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 from cubegrad import optax_estimate, options, rule, xla
 from cubegrad.optax_checks import (
     NUMBERS,
-    Schedule,
     Settings,
     Tree,
     check_gradient,
@@ -63,8 +62,8 @@ class MirrorMadgradState(NamedTuple):
 
 
 def madgrad(
-    learning_rate: ArrayLike | Schedule | Literal["auto"] = 1e-2,
-    momentum: ArrayLike | Schedule = 0.9,
+    learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-2,
+    momentum: optax.ScalarOrSchedule = 0.9,
     weight_decay: ArrayLike = 0.0,
     eps: ArrayLike = 1e-6,
     *,
@@ -74,8 +73,8 @@ def madgrad(
     maximize: bool = False,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
-    lr_factor: ArrayLike | Schedule | None = None,
-) -> optax.GradientTransformation:
+    lr_factor: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi), Algorithm 1.
 
     Args:
@@ -104,8 +103,8 @@ def madgrad(
 
 
 def mirror_madgrad(
-    learning_rate: ArrayLike | Schedule = 1e-2,
-    momentum: ArrayLike | Schedule = 0.9,
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    momentum: optax.ScalarOrSchedule = 0.9,
     weight_decay: ArrayLike = 0.0,
     eps: ArrayLike = 0.0,
     *,
@@ -115,7 +114,7 @@ def mirror_madgrad(
     maximize: bool = False,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """The mirror-descent form of MADGRAD, as `cubegrad.MirrorMADGRAD` derives it.
 
     z remembers where it is, so there is no x_0 and nothing pulls back to it. Arguments as for
@@ -145,7 +144,7 @@ def _transformation(
     update_rule: Callable[..., tuple[Array, ...]],
     state_type: type[MadgradState] | type[AutoMadgradState] | type[MirrorMadgradState],
     settings: Settings,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     names = [name for name in state_type._fields if name not in ("count", "estimate")]
 
     def init(params: Tree) -> NamedTuple:
@@ -154,7 +153,10 @@ def _transformation(
         estimates = [optax_estimate.nothing_yet()] if settings.auto else []
         return state_type(jnp.zeros([], jnp.int32), *trees, *estimates)
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, NamedTuple]:
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, NamedTuple]:
+        del extra_args  # meant for other members of a chain
         if params is None:
             raise ValueError("params=None, but x averages z; call update(grads, state, params)")
         treedef: Any = jax.tree.structure(params)
@@ -184,7 +186,7 @@ def _transformation(
         estimates = [estimate] if settings.auto else []
         return moves, state_type(optax.safe_increment(count), *trees, *estimates)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _for_leaf(h: Hyper, decays: bool) -> Hyper:

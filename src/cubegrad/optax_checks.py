@@ -108,10 +108,13 @@ def _checked_factor(settings: Settings) -> Any:
         )
     if callable(factor) or _is_traced(factor):
         return factor
+    wrong = TypeError(f"lr_factor={factor!r} must be one number; use 1")
+    if isinstance(factor, str):  # float("0.5") is 0.5
+        raise wrong
     try:
         number = float(factor)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"lr_factor={factor!r} must be one number; use 1") from error
+        raise wrong from error
     if not 0 <= number < math.inf:
         raise ValueError(f"lr_factor={number} must be finite and >= 0; use 1")
     return factor if isinstance(factor, Array) else number
