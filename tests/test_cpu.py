@@ -209,6 +209,7 @@ print(backends.available()["cpu"])
 
 def test_the_default_on_a_cpu_is_the_fused_backend():
     param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
     assert cubegrad.MADGRAD([param])._backend({"params": [param]} | FLAGS) is cpu
     assert backends.available()["cpu"] == "available"
 

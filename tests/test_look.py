@@ -31,11 +31,25 @@ def transposed_in_place(params):
 
 
 class Subclass(torch.Tensor):
-    pass
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def subclass_grad(params):
     params[0].grad = torch.ones(4, 5).as_subclass(Subclass)
+
+
+def negated_grad(params):
+    params[0].grad = torch._neg_view(torch.ones(4, 5))
+
+
+def freed_grad(params):
+    params[0].grad.untyped_storage().resize_(0)
+
+
+def smaller_grad(params):
+    params[0].grad.data = torch.ones(2, 5)
 
 
 def sparse_grad(params):
@@ -52,6 +66,9 @@ CHANGES = {
     "swapped strides": (lambda params: setattr(params[2], "data", params[2].mT.mT), True),
     "a subclass": (subclass_grad, False),
     "a sparse gradient": (sparse_grad, False),
+    "a negated gradient": (negated_grad, False),
+    "a freed gradient": (freed_grad, False),
+    "a smaller gradient": (smaller_grad, False),
     "one less": (lambda params: params.pop(), False),
     "one more": (lambda params: params.append(params[0]), False),
     "another order": (lambda params: params.reverse(), False),
@@ -101,6 +118,36 @@ def test_swapped_tensors_are_looked_at_where_they_are_now():
 def test_bad_calls_are_refused(bad):
     with pytest.raises((TypeError, AttributeError)):
         (look.addresses if len(bad) > 1 else look.signature)(*bad)
+
+
+def transpose(tensor):
+    tensor.data = tensor.data.t()
+
+
+def widen(tensor):
+    tensor.data = tensor.data.double()
+
+
+@pytest.mark.parametrize("change", [transpose, widen, torch.Tensor.share_memory_])
+def test_both_looks_see_a_change_of_state(change):
+    state = [torch.zeros(()), torch.ones(4, 4), torch.ones(3)]
+    looks = (look.signature, look.addresses), (look.plain_signature, look.plain_addresses)
+    signatures = [sign([], state) for sign, _ in looks]
+    parts = [look.joined([sign([], [tensor]) for tensor in state]) for sign, _ in looks]
+    assert signatures == parts
+    fits = [check([], state, known) for (_, check), known in zip(looks, signatures, strict=True)]
+    assert fits == [b"", b""]
+    change(state[1])
+    fits = [check([], state, known) for (_, check), known in zip(looks, signatures, strict=True)]
+    assert fits == [None, None]
+
+
+@pytest.mark.parametrize("bump", [look.bump_versions, look.plain_bump_versions])
+def test_versions_are_raised_by_one(bump):
+    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
+    before = [tensor._version for tensor in tensors]
+    bump(tensors)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
 
 
 def test_same_is_identity():

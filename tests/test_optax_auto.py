@@ -400,3 +400,60 @@ def test_what_cannot_be_estimated_or_found_is_refused():
     two = optax.chain(madgrad("auto"), madgrad("auto"))
     with pytest.raises(ValueError, match=r"has 2 estimates .* pass the state of one"):
         estimated_lr(two.init(params))
+
+
+def bowl(tx, steps, scale=1.0, damage=None, start=None):
+    """Down to 3, with a gradient that `damage` may change; the last parameters and state."""
+    x = {"w": jnp.linspace(-1.0, 1.0, 41, dtype=jnp.float32) if start is None else start}
+    state, step = tx.init(x), stepper(tx)
+    for k in range(steps):
+        grad = (x["w"] - 3) * scale
+        x, state = step(x, state, {"w": grad if damage is None else damage(k, grad)})
+    return x["w"], state
+
+
+def test_a_large_loss_trains():
+    """g² overflows float32, and the scale of the gradients does not need it."""
+    plain, _ = bowl(madgrad("auto"), 60)
+    huge, state = bowl(madgrad("auto"), 60, scale=1e20)
+    np.testing.assert_allclose(huge, plain, rtol=1e-3)
+    assert 0 < estimated_lr(state) < np.inf
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_it_rests_while_the_first_gradients_are_damaged(value, momentum):
+    def damage(k, grad):
+        return grad.at[3].set(value) if k < 2 else grad
+
+    tx = madgrad("auto", momentum=momentum)
+    rested, state = bowl(tx, 2, damage=damage)
+    assert same_bits({"w": rested}, {"w": jnp.linspace(-1.0, 1.0, 41, dtype=jnp.float32)})
+    assert estimated_lr(state) == 0
+    assert not jnp.any(state.grad_sq_sum["w"])
+    moved, state = bowl(tx, 40, damage=damage)
+    assert jnp.isfinite(moved).all()
+    assert (moved > rested).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_damaged_coordinate_does_not_stop_the_estimate(value):
+    def damage(k, grad):
+        return grad.at[3].set(value) if k == 2 else grad
+
+    _, early = bowl(madgrad("auto"), 3, damage=damage)
+    moved, state = bowl(madgrad("auto"), 40, damage=damage)
+    _, sound = bowl(madgrad("auto"), 40)
+    assert estimated_lr(state) > 2 * estimated_lr(early)
+    np.testing.assert_allclose(estimated_lr(state), estimated_lr(sound), rtol=0.2)
+    assert jnp.isfinite(jnp.delete(moved, 3)).all()
+
+
+def test_a_huge_weight_without_a_gradient_says_nothing():
+    seen = []
+    for last in (1e30, 0.15):
+        start = jnp.array([0.1, 0.2, last], jnp.float32)
+        moved, state = bowl(madgrad("auto"), 20, damage=lambda _, g: g.at[2].set(0), start=start)
+        assert moved[2] == start[2]
+        seen.append((*moved[:2].tolist(), float(estimated_lr(state))))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)

@@ -47,7 +47,6 @@ def info(cls: type) -> Any:
         skips=(
             skipped("test_errors", "test_torch_own.py asks for these errors one by one"),
             skipped("test_fused_error_on_params_on_meta", "the message is ours"),
-            skipped("test_state_dict_pre_hook", "an xfail of test_torch_contract_state.py"),
             skipped("test_defaults_changed_to_foreach", "the default is the fused backend"),
             skipped("test_set_default_dtype_works_with_foreach", "steps are counted in float32"),
         ),

@@ -184,6 +184,8 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
     device = _device_of(groups)
+    if device is None:
+        return None
     if capturing():
         raise RuntimeError(
             "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
@@ -251,7 +253,19 @@ def _first_row(
     return row.to(device)
 
 
+LONG_REST = 100  # steps
 STACK = 7  # levels from a warning here to the line that calls step()
+
+
+def rested(steps: int) -> int:
+    """One step more without a gradient to begin with; tells the user if there are many."""
+    if steps + 1 == LONG_REST:
+        warnings.warn(
+            f"lr='auto' has had no gradient but 0, NaN or inf for {LONG_REST} steps, and no weight "
+            "has moved; check that the loss depends on the parameters",
+            stacklevel=STACK - 2,
+        )
+    return steps + 1
 
 
 def _warn_of_damage(hypers: Sequence[Hyper]) -> None:
@@ -376,10 +390,10 @@ def coordinates(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
 
 
-def _device_of(groups: Sequence[Group]) -> torch.device:
+def _device_of(groups: Sequence[Group]) -> torch.device | None:
     """Where the numbers live: with the parameters that have a gradient, all on one device."""
     params = [param for group in groups for param in group["params"]]
-    live = [param for param in params if param.grad is not None] or params[:1]
+    live = (param for param in params if param.grad is not None)
     devices = list(dict.fromkeys(sharding.local(param).device for param in live))
     if len(devices) > 1:
         raise ValueError(
@@ -387,4 +401,4 @@ def _device_of(groups: Sequence[Group]) -> torch.device:
             f"these are on {' and '.join(sorted(map(str, devices)))}; build an optimizer for each "
             "device"
         )
-    return devices[0]
+    return devices[0] if devices else None

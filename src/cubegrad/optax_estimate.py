@@ -37,7 +37,8 @@ def parts(array: Array) -> tuple[Array, ...]:
 
 def nothing_yet() -> Estimate:
     """Before the first gradient."""
-    return Estimate(*[jnp.zeros([], jax.dtypes.canonicalize_dtype(float))] * len(Estimate._fields))
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return Estimate(*(jnp.zeros([], dtype) for _ in Estimate._fields))  # apart, to be donated
 
 
 def coordinates(params: Tree) -> int:

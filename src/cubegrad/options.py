@@ -43,12 +43,14 @@ def number(name: str, value: Any) -> float:
 
 def _one_number(name: str, value: Any, remedy: str) -> float:
     try:
+        if isinstance(value, str):  # which float() would read
+            raise TypeError
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         message = f"{name}={value!r} ({kind}) must be one number; {remedy}"
         # As torch.optim has it: a tensor of several numbers is a wrong value, not a wrong type.
-        several = math.prod(getattr(value, "shape", ())) != 1
+        several = hasattr(value, "shape") and math.prod(value.shape) != 1
         raise (ValueError if several else TypeError)(message) from error
 
 

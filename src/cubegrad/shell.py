@@ -45,6 +45,7 @@ class Shell(Optimizer):
     _settled = False  # whether the parameters are known to be their modules' own
     _estimate: Estimate | None = None
     _resting = False  # lr="auto" has had no gradient yet that gives it a scale
+    _rests = 0  # for so many steps
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Shell(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        if options.auto_lr(self._method, param_group.get("lr")):
+        if isinstance(param_group, dict) and options.auto_lr(self._method, param_group.get("lr")):
             param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
         try:
@@ -371,7 +372,9 @@ class Shell(Optimizer):
             self._estimate = estimate.found(self.param_groups, resting)
             self._resting = self._estimate is None
             if self._estimate is None:
+                self._rests = estimate.rested(self._rests)
                 return resting
+            self._rests = 0
         lr = self._estimate.renewed()
         return [
             self._hyper(group, lr)._replace(sums=part)

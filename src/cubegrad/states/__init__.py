@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 # What each method keeps for a parameter beside `step`, in the order its rule takes them.
 LAYOUTS = {
@@ -25,6 +26,8 @@ def check(name: str, param: Tensor) -> None:
             f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
             "float64 or complex: leave it out or convert it"
         )
+    if isinstance(param, UninitializedParameter | UninitializedBuffer):
+        return  # a lazy module gives it a shape before it has a gradient
     if param.is_conj() or param.is_neg():
         raise TypeError(
             f"{name} is a conjugated or negated view, which cannot be written to; parameters must "

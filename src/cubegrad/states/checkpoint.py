@@ -168,4 +168,4 @@ def without_initial_param(
             held, entries = state.get(param), packed_state.get(key)
             lacks = isinstance(held, dict) and "grad_sum" in held and "initial_param" not in held
             if lacks and isinstance(entries, dict) and _has_momentum(group):
-                yield param, entries, group["eps"]
+                yield param, entries, group["last_eps"]

@@ -72,7 +72,9 @@ class Starts:
             x, old = sharding.local(copy(param)), sharding.local(start)
             entries[name] = sharding.like(torch.where(untouched, x, old), param)
         elif mark.start is start and mark.version == start._version:
-            entries[name] = copy(param)  # else somebody has put another start there
+            entries[name] = copy(param)
+        else:  # somebody has put another start there
+            self.open.pop(param, None)
 
     def begin(self, param: Tensor, weight: Weight) -> None:
         """Of a parameter that gets its state in a step of this weight."""

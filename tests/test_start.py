@@ -1,0 +1,249 @@
+"""x_0 (and z) is the weight before the first step that had any weight."""
+
+import copy
+import pickle
+
+import cases
+import pytest
+import torch
+from cases import BACKENDS
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from cubegrad import MADGRAD, MirrorMADGRAD
+
+each_class = pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+each_backend = pytest.mark.parametrize(
+    "backend", [b for b in BACKENDS if not b.interpreted], ids=str
+)
+METHODS = {MADGRAD: cases.MADGRAD, MirrorMADGRAD: cases.MIRROR}
+
+
+def pretrained():
+    return [cases.randn((4, 3), torch.float32, 1), cases.randn((3,), torch.float32, 2)]
+
+
+def params_of(values, device="cpu"):
+    return [cases.parameter(value.clone(), device) for value in values]
+
+
+def train(params, optimizer, steps=8):
+    for k in range(steps):
+        for i, param in enumerate(params):
+            param.grad = cases.randn(tuple(param.shape), torch.float32, 10 * k + i).to(param.device)
+        optimizer.step()
+
+
+def load(params, values):
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+
+
+def dry_step(params, optimizer, lr=0.0):
+    """As torch.distributed.checkpoint makes one, to have the state allocated."""
+    kept = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, kept, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad()
+
+
+def starts(params, optimizer):
+    names = ("initial_param", "z")
+    return [
+        optimizer.state[p][name] for p in params for name in names if name in optimizer.state[p]
+    ]
+
+
+@each_backend
+@each_class
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1), "auto"], ids=["float", "tensor", "auto"])
+@pytest.mark.parametrize("dry", [1, 3])
+def test_weights_loaded_after_a_dry_step_are_the_start(backend, cls, rate, dry):
+    if rate == "auto" and cls is MirrorMADGRAD:
+        return
+    if isinstance(rate, torch.Tensor) and dry > 1:
+        return  # one step of a weight that is on the device is waited for
+    runs = []
+    for dry_steps in (dry, 0):
+        params = params_of([torch.full((4, 3), 9.0), torch.full((3,), -9.0)], backend.device)
+        lr = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = cls(params, lr=lr, **backend.flags)
+        for _ in range(dry_steps):
+            dry_step(params, optimizer)
+        load(params, pretrained())
+        for param in params:  # the same k for both
+            if optimizer.state:
+                optimizer.state[param]["step"].zero_()
+        train(params, optimizer)
+        runs.append(params)
+    for param, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+
+
+@each_class
+def test_torchs_own_dry_step(cls):
+    net = nn.Linear(3, 2)
+    optimizer = cls(net.parameters(), lr=0.1)
+    get_optimizer_state_dict(net, optimizer)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.full_like(param, 0.25))
+    params = list(net.parameters())
+    train(params, optimizer, 1)
+    if cls is MADGRAD:
+        assert all(bool((start == 0.25).all()) for start in starts(params, optimizer))
+    else:
+        assert all(float((start - 0.25).abs().max()) < 1 for start in starts(params, optimizer))
+
+
+@each_class
+@pytest.mark.parametrize(
+    "keep",
+    [
+        copy.deepcopy,
+        lambda pair: pickle.loads(pickle.dumps(pair)),
+    ],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_made_in_between_starts_alike(cls, keep):
+    params = params_of([torch.full((3,), 9.0)])
+    optimizer = cls(params, lr=0.1)
+    dry_step(params, optimizer)
+    params, optimizer = keep((params, optimizer))
+    load(params, pretrained()[1:])
+    train(params, optimizer, 1)
+    assert all(
+        float((start - pretrained()[1]).abs().max()) < 1 for start in starts(params, optimizer)
+    )
+
+
+@each_class
+def test_a_checkpoint_saved_in_between_starts_alike(cls):
+    params = params_of([torch.full((3,), 9.0)])
+    optimizer = cls(params, lr=0.1)
+    dry_step(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = cls(params, lr=0.1)
+    again.load_state_dict(saved)
+    load(params, pretrained()[1:])
+    train(params, again, 1)
+    assert all(float((start - pretrained()[1]).abs().max()) < 1 for start in starts(params, again))
+
+
+@each_class
+def test_a_start_that_somebody_put_there_stays(cls):
+    params = params_of([torch.full((3,), 9.0)])
+    optimizer = cls(params, lr=0.0)
+    train(params, optimizer, 2)
+    (start,) = starts(params, optimizer)
+    start.fill_(5.0)
+    train(params, optimizer, 2)
+    assert starts(params, optimizer)[0].tolist() == [5.0, 5.0, 5.0]
+
+
+@each_backend
+@each_class
+def test_a_warm_up_from_zero_is_the_formula(backend, cls):
+    """Nothing is loaded in between, and reading x_0 again changes no bit."""
+    values = pretrained()
+    params, twins = params_of(values, backend.device), params_of(values, backend.device)
+    optimizer, plain = (
+        cls(p, lr=0.1, momentum=m, **backend.flags)
+        for p, m in ((params, 0.9), (twins, torch.tensor(0.9)))
+    )
+    for k in range(8):
+        for group in (*optimizer.param_groups, *plain.param_groups):
+            group["lr"] = cases.lr_at(k, 0.1)
+        for some, opt in ((params, optimizer), (twins, plain)):
+            for i, param in enumerate(some):
+                param.grad = cases.randn(tuple(param.shape), torch.float32, 10 * k + i).to(
+                    param.device
+                )
+            opt.step()
+    judge = METHODS[cls].oracle(cases.numbers(values[0]))
+    for k in range(8):
+        o = cases.settings({"lr": 0.1, "eps": optimizer.defaults["eps"]}, cases.lr_at(k, 0.1))
+        judge.step(cases.numbers(cases.randn((4, 3), torch.float32, 10 * k)), o)
+    torch.testing.assert_close(
+        params[0].detach().cpu().double(), torch.from_numpy(judge.x), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(params[0], twins[0], rtol=1e-5, atol=1e-6)
+
+
+def test_an_entry_of_a_wrapper_before_the_first_step():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = MADGRAD([param])
+    optimizer.state[param]["slow_buffer"] = torch.ones(3)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 3
+    assert optimizer._repeated.prepared  # it is no obstacle
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}, {"foreach": True}], ids=str)
+def test_eps_may_change_without_momentum(flags):
+    """x_0 is not kept, and the weights belong to the eps they were reached with."""
+    shapes = [(4, 3), (3,)]
+    runs = []
+    for momentum in (0.0, torch.tensor(0.0, dtype=torch.float64)):  # the tensor keeps x_0
+        params = [nn.Parameter(cases.randn(s, torch.float64, i)) for i, s in enumerate(shapes)]
+        optimizer = MADGRAD(params, lr=0.1, momentum=momentum, **flags)
+        for k in range(12):
+            if k in (4, 8):
+                optimizer.param_groups[0]["eps"] = 1.0 if k == 4 else 0.01
+            if k == 6:
+                restored = copy.deepcopy(optimizer.state_dict())
+                optimizer = MADGRAD(params, lr=0.1, momentum=momentum, **flags)
+                optimizer.load_state_dict(restored)
+            for i, param in enumerate(params):
+                param.grad = cases.randn(tuple(param.shape), torch.float64, 10 * k + i)
+            if k in (4, 5):
+                params[1].grad = None  # it is still at the old eps when it moves again
+            optimizer.step()
+        runs.append(params)
+    for param, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(param, expected, rtol=0, atol=1e-12)
+
+
+BAD = {
+    "int": lambda p: torch.ones_like(p, dtype=torch.int32),
+    "bool": lambda p: torch.ones_like(p, dtype=torch.bool),
+    "float8": lambda p: torch.ones_like(p).to(torch.float8_e4m3fn),
+    "complex": lambda p: torch.ones_like(p, dtype=torch.complex64),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_gradient_of_another_kind_changes_nothing(backend, bad, repeated):
+    params = params_of(pretrained(), backend.device)
+    optimizer = MADGRAD([{"params": [param]} for param in params], lr=0.1, **backend.flags)
+    if repeated:
+        train(params, optimizer, 2)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[1].grad.data = BAD[bad](params[1])
+    with cases.no_change(*params), pytest.raises(TypeError, match="gradient of params"):
+        optimizer.step()
+
+
+def test_what_has_no_gradient_does_not_decide():
+    """One on another device, or a frozen one."""
+    live, meta = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    for flags in ({"fused": True}, {}):
+        for rate in (0.1, "auto"):
+            optimizer = MADGRAD([meta, live], lr=rate, **flags)
+            live.grad = torch.ones(3)
+            for _ in range(3):
+                optimizer.step()
+            assert optimizer._repeated.prepared
+            assert optimizer._step_supports_amp_scaling
+            assert meta not in optimizer.state
