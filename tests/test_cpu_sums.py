@@ -62,6 +62,10 @@ class Wide:
 
     cbrt, quotient, total = np.cbrt, staticmethod(oracle.quotient), np.sum
 
+    @staticmethod
+    def where_finite(x, v):
+        return np.where(np.isfinite(x), v, 0.0)
+
 
 class Sizes(Wide):
     """The same, but sums are of absolute values: what rounding errors are relative to."""

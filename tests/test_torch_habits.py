@@ -1,6 +1,7 @@
 """It behaves as torch.optim.Adam would: groups, hooks, closures, schedulers, AMP, clipping."""
 
 import copy
+import importlib.metadata
 import pickle
 
 import cases
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import cubegrad
 from cubegrad import MADGRAD, MirrorMADGRAD
 from cubegrad.backends import foreach
+
+# torch 2.11's profiler says so once in a process, whatever is profiled.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 
 each_class = pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
 
@@ -259,8 +264,8 @@ def peak_of(function):
 
 
 def test_the_version_is_the_distributions():
-    from importlib.metadata import version
-
-    import cubegrad
-
-    assert version("cubegrad") == cubegrad.__version__
+    try:
+        installed = importlib.metadata.version("cubegrad")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("this checkout is not installed")
+    assert installed == cubegrad.__version__

@@ -302,7 +302,7 @@ class Shell(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler may leave unscaling and the look for overflows to the kernels."""
         live = [g for g in self.param_groups if any(p.grad is not None for p in g["params"])]
-        return bool(live) and all(hasattr(self._backend(group), "Launch") for group in live)
+        return all(hasattr(self._backend(group), "Launch") for group in live)
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
     def _init_group(

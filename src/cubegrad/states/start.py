@@ -47,7 +47,7 @@ class Starts:
         for param, entries in state.items():
             if isinstance(param, Tensor) and isinstance(entries, dict) and _name(entries):
                 sums = [sharding.local(entries[name]) for name in SUMS if name in entries]
-                if not any(bool(tensor.any()) for tensor in sums):
+                if not any(tensor.is_meta or bool(tensor.any()) for tensor in sums):
                     found.open[param] = None
         return found
 
