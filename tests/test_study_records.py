@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cubegrad.study import StudyError
+from cubegrad.study import StudyError, checkpoints
 from cubegrad.study.records import Record, Runs, Settings, existing, from_line, to_line
 
 
@@ -93,11 +93,13 @@ def test_checkpoints_without_a_use_are_cleared_away(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.append(record(0))
     done, under_way = (runs.checkpoint(record(seed).settings) for seed in (0, 1))
-    done.parent.mkdir()
-    for path in (done, under_way, under_way.with_suffix(".tmp123")):
+    mine = done.with_name("notes.txt")
+    checkpoints.save(under_way, {})
+    for path in (done, mine, under_way.with_suffix(".tmp123"), tmp_path / "records.tmp123"):
         path.touch()
     assert runs.repair() == []
-    assert list(done.parent.iterdir()) == [under_way]
+    assert set(done.parent.iterdir()) == {under_way, mine}
+    assert not list(tmp_path.glob("*.tmp*"))
 
 
 def test_two_sweeps_may_not_share_a_directory(tmp_path: Path) -> None:

@@ -182,7 +182,8 @@ def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     code = heed + "import sys; from cubegrad.study.cli import main; sys.exit(main())"
     options = ["--out", str(folder), "--workers", str(workers), "--save-every", "0"]
     command = [sys.executable, "-c", code, *SWEEP, *options]
-    environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": path}
     return subprocess.Popen(
         command,
         env=environment,

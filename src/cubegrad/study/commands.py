@@ -91,7 +91,7 @@ def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Ite
         with runs.held():
             progress = Progress()
             for line in runs.repair():
-                progress.say(f"{line}: set aside, and its run is done again")
+                progress.say(line)
             runs.log(shlex.join(["cubegrad", *options.words]))
             try:
                 yield Sweep(plan, runs, machine, progress)

@@ -37,6 +37,22 @@ class StudyError(Exception):
     """What a user can mend. Its message is one line: what is wrong, and the remedy."""
 
 
+def check_name(name: object, what: str) -> None:
+    """Names of problems and presets become names of files and folders, on any system."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or name != name.strip()
+        or name.startswith(".")
+        or set(name) & set('/\\:*?"<>|')
+        or not 0 < len(name.encode()) <= 100
+    ):
+        raise StudyError(
+            f"the name {name!r} of a {what} must be 1 to 100 characters that a file may be called, "
+            'not starting with "."; use letters, digits, "-" and "_"'
+        )
+
+
 def optional(module: str) -> Any:
     """A library that one problem needs and `cubegrad problems` does not."""
     try:
@@ -108,3 +124,13 @@ class Problem:
     data: str = "none"  # where the data comes from, for `cubegrad problems`
     paper: str = ""  # its name among the paper's problems, see cubegrad.study.methods
     check_data: Callable[[Setup], None] | None = None  # raises StudyError, before any run
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "problem")
+        for preset in self.presets:
+            check_name(preset, "preset")
+        for text in (self.metric, self.unit, *self.beside):
+            if not isinstance(text, str) or not text.isprintable():
+                raise StudyError(
+                    f"problem {self.name!r} has the metric or unit {text!r}; use plain text"
+                )

@@ -1,9 +1,7 @@
 """(problem, method, lr, decay, seed) -> Record. A killed run goes on where it was last saved."""
 
 import math
-import os
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import methods, schedules
+from cubegrad.study import checkpoints, methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
@@ -49,32 +47,24 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not the process's number, which those of two nodes may share.
-        scratch = path.with_suffix(f".tmp{uuid.uuid4().hex}")
-        with scratch.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        checkpoints.save(path, state)
 
     def load(self, path: Path, settings: Settings) -> None:
-        """Go on from a checkpoint, if there is one that can be read."""
-        try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-        except Exception:  # a damaged file makes torch raise whatever its bytes happen to spell
-            return
-        if state.get("key") != settings.key:
+        """Go on from a checkpoint, if there is one of these settings that is not damaged."""
+        state = checkpoints.load(path)
+        if state is None or state["key"] != settings.key:
             return
         try:
             self.task.model.load_state_dict(state["model"])
-        except RuntimeError:
+            self.optimizer.load_state_dict(state["optimizer"])
+            for name, kept in self.task.keeps.items():
+                kept.load_state_dict(state["keeps"][name])
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise StudyError(
                 f"{path} is of another model of this name; delete it, or use another --out"
-            ) from None
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name, kept in self.task.keeps.items():
-            kept.load_state_dict(state["keeps"][name])
+            ) from error
         self.curve, self.seconds, self.epoch = state["curve"], state["seconds"], state["epoch"]
 
 
