@@ -1,8 +1,11 @@
 """The command `cubegrad`: problems, train, sweep, report, compare."""
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,7 +47,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add(
         "problem",
         metavar="PROBLEM",
-        help="of `cubegrad problems`, or your_module:your_function",
+        help="of `cubegrad problems`, or your_module:your_function, or file.py:function",
     )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
@@ -163,6 +166,38 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+class Stopped(KeyboardInterrupt):
+    """By a signal that asks a process to end, as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP stop a command as Ctrl-C does: workers ended, files whole, no semaphores
+    left behind."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # signals are the main thread's
+    before = {one: signal.getsignal(one) for one in numbers}
+    ours = [one for one in numbers if before[one] is signal.SIG_DFL]  # nohup ignores one
+
+    def stop(number: int, _: object) -> NoReturn:
+        for one in ours:
+            signal.signal(one, signal.SIG_IGN)  # a second one would stop the stopping
+        raise Stopped(number)
+
+    for one in ours:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, before[one])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
@@ -172,13 +207,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cubegrad.study import commands
         except ImportError as error:
             raise StudyError(f"{error.name} is missing; pip install 'cubegrad[study]'") from None
-        commands.COMMANDS[options.command](options)
+        with _stoppable():
+            commands.COMMANDS[options.command](options)
     except StudyError as error:
         sys.stderr.write(f"cubegrad: error: {error}\n")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("\ncubegrad: stopped; the same command goes on where it was\n")
-        return 130
+        return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     except BrokenPipeError:  # `cubegrad problems | head`
         sys.stderr.close()
     return 0

@@ -54,17 +54,15 @@ def train(options: Namespace) -> None:
 
 def sweep(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _executor(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
         doing.search()
-    _report(doing.runs)
 
 
 def compare(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _executor(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
         found = doing.search()
         doing.repeat(found, options.seeds or plan.preset.seeds)
-    _report(doing.runs)
 
 
 def make_report(options: Namespace) -> None:
@@ -81,8 +79,13 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 
 
 @contextlib.contextmanager
-def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Iterator[Sweep]:
-    """A sweep with its directory held, broken records told of, and the bar closed at the end."""
+def _sweeping(
+    options: Namespace, plan: Plan, machine: Machine | Cluster, reports: bool = False
+) -> Iterator[Sweep]:
+    """A sweep with its directory held, broken records told of, and the bar closed at the end.
+
+    With `reports`, a sweep that ends well ends with its report, while the directory is still held.
+    """
     device, place = torch.device(plan.device), _place(options)
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
@@ -98,6 +101,8 @@ def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Ite
             finally:
                 machine.close()  # while the directory is held: runs write into it
                 progress.close()
+            if reports:
+                _report(runs)
 
 
 def _place(options: Namespace) -> Place:

@@ -18,7 +18,7 @@ class Grid:
         power, place = divmod(rung, len(self.mantissas))
         if self.base == 10:
             return float(f"{self.mantissas[place]}e{power}")  # 2.5e-4 as a reader would write it
-        return math.ldexp(self.mantissas[place], power)
+        return math.ldexp(self.mantissas[place], power) if power < 1024 else math.inf
 
     def rung_below(self, value: float) -> int:
         """Of the largest value < `value`."""
@@ -56,6 +56,8 @@ def parse_values(text: str, grid: Grid, name: str) -> tuple[float, ...]:
     """Values and ranges of the grid, as in `0,1e-5..1e-3`."""
     values: set[float] = set()
     for part in text.split(","):
+        if "..." in part:  # float would take the third dot for that of .1e-1
+            raise StudyError(f"--{name} {part} has three dots; use two, as in 1e-4..1e-1")
         low, dots, high = part.partition("..")
         first = _number(low, name)
         if not dots:
@@ -83,11 +85,16 @@ def grown(
     low, high = min(tried), max(tried)
     if best is None or best == low:
         beyond = sum(value < min(first) for value in tried)
-        return grid.below(low) if low > 0 and beyond < limit else None
+        return _usable(grid.below(low)) if low > 0 and beyond < limit else None
     if best == high:
         beyond = sum(value > max(first) for value in tried)
-        return grid.above(high) if beyond < limit else None
+        return _usable(grid.above(high)) if beyond < limit else None
     return None
+
+
+def _usable(value: float) -> float | None:
+    """None beyond the ends of floats."""
+    return value if 0 < value < math.inf else None
 
 
 def _number(text: str, name: str) -> float:

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cubegrad.study import checkpoints, methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
+TAKEN = ("train_loss", ESTIMATED_LR)  # in a curve, beside the metrics
 
 @dataclass(frozen=True)
 class Place:
@@ -160,12 +162,34 @@ def _evaluate(problem: Problem, settings: Settings, task: Task) -> dict[str, flo
     task.model.eval()
     with torch.no_grad():
         metrics = task.evaluate(task.model, "valid" if settings.hold_out else "test")
+    who = f"evaluate of problem {problem.name!r} returns"
+    if not isinstance(metrics, Mapping):
+        raise StudyError(f'{who} {metrics!r:.60}; return a dict such as {{"loss": 0.5}}')
     if problem.metric not in metrics:
         raise StudyError(
             f"problem {problem.name!r} is judged by {problem.metric!r} and its evaluate returns "
-            f"{', '.join(metrics) or 'nothing'}; return it too, or name another metric"
+            f"{', '.join(map(str, metrics)) or 'nothing'}; return it too, or name another metric"
         )
-    return metrics
+    for name in metrics:
+        if not isinstance(name, str) or not name.isprintable() or name in TAKEN:
+            raise StudyError(
+                f"{who} a metric named {name!r}; use plain text other than {' and '.join(TAKEN)}"
+            )
+    return {name: _number(value, f"{who} {name}") for name, value in metrics.items()}
+
+
+def _number(value: Any, what: str) -> float:
+    """Any real number, also of numpy's types or as a tensor or array of one."""
+    try:
+        one = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several
+        one = None
+    if not isinstance(one, Real):
+        raise StudyError(f"{what} = {value!r:.60}; return a real number")
+    try:
+        return float(one)
+    except OverflowError:  # a whole number of 400 digits
+        return math.inf
 
 
 def _step(task: Task, optimizer: Optimizer, batch: Any) -> Tensor:
