@@ -17,7 +17,7 @@ resource = pytest.importorskip("resource")
 
 @contextlib.contextmanager
 def room(size: int) -> Iterator[None]:
-    """No file may be longer meanwhile. The write that meets the limit is cut short, as on a disk."""
+    """No file may be longer meanwhile; a write that meets the limit is cut short, as on a disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -89,7 +89,8 @@ def test_the_command_ends_with_one_line_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = "sweep toy_problem:problem --lr 0.01,0.1 --widen 0 --workers 1 --out out".split()
+    options = ["--lr", "0.01,0.1", "--widen", "0", "--workers", "1", "--out", "out"]
+    words = ["sweep", "toy_problem:problem", *options]
     append, left = files.append, iter(range(3))
 
     def full(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Reports of odd records: names, texts and numbers that no page or plot expects, and two at once."""
+"""Reports of odd records: names, texts and numbers no page or plot expects; and two at once."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_study_report import ABOUT, MACHINE, RECORDS, Page, record
+from test_study_report import ABOUT, MACHINE, RECORDS, Page
 
 from cubegrad.study import StudyError, cli, commands, figures, report
 from cubegrad.study.records import Record, Runs, Settings, to_line
@@ -36,8 +36,8 @@ def test_a_name_of_a_record_is_never_a_path(
     outside, runs = tmp_path / "outside", tmp_path / "a" / "runs"
     outside.mkdir()
     runs.mkdir(parents=True)
-    evil = [replace(r, settings=replace(r.settings, **{field: name.format(outside=outside)}))
-            for r in RECORDS]  # fmt: skip
+    change = {field: name.format(outside=outside)}
+    evil = [replace(one, settings=replace(one.settings, **change)) for one in RECORDS]
     lines = [to_line(one) for one in [*evil, *RECORDS]]
     (runs / "records.jsonl").write_text("".join(lines))
     assert cli.main(["report", str(runs)]) == 0
@@ -45,8 +45,8 @@ def test_a_name_of_a_record_is_never_a_path(
     assert errors.count(": left out; the command that made it runs it again\n") == len(evil)
     assert "MADGRAD" in out
     found = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == {"records.jsonl", "index.html", "report.md",
-                     *(f"cifar10-gpu-{k}.{e}" for k in ("lr", "curves") for e in ("png", "svg"))}  # fmt: skip
+    plots = {f"cifar10-gpu-{kind}.{end}" for kind in ("lr", "curves") for end in ("png", "svg")}
+    assert found == {"records.jsonl", "index.html", "report.md"} | plots
     assert not list(outside.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Problems by name: those of `problems/`, and a user's own as `module:function` or `file.py:function`."""
+"""Problems by name: those of `problems/`, and a user's, `module:function` or `file.py:function`."""
 
 import importlib
 import sys

@@ -12,6 +12,8 @@ from typing import NoReturn
 import cubegrad
 from cubegrad.study.problem import StudyError
 
+LARGEST_SEED = 2**32 - 1  # numpy's; and a million times it, plus an epoch, is one of torch's
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -76,7 +78,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
         help="learning rate; the paper's, where it has this problem; for madgrad-auto a factor (1)",
     )
     add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
-    add("--seed", type=_whole, default=0, help="(%(default)s)")
+    add("--seed", type=_seed, default=0, help="(%(default)s)")
     parser.set_defaults(ray=None)
 
 
@@ -157,6 +159,13 @@ def _part(text: str) -> float:
         value = 0.0
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} must be a part of a GPU in (0, 1]; use 0.25")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _whole(text)
+    if value > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_SEED}; use 0")
     return value
 
 

@@ -49,9 +49,7 @@ class Cluster:
         if problem.check_data is not None:
             setup = replace(setup, data=setup.data.absolute())
             name = nodes.name(self.problem)
-            told = self._get(
-                self._remote(nodes.check).remote(name, setup, cubegrad.__version__)
-            )
+            told = self._get(self._remote(nodes.check).remote(name, setup, cubegrad.__version__))
             if told is not None:
                 raise StudyError(told)
 

@@ -46,13 +46,15 @@ def append(path: Path, data: bytes) -> None:
         new = not path.exists()
         with path.open("ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
+            rest = memoryview(data)
             try:
-                rest = memoryview(data)
                 while rest:  # the last bytes of a disk take a part of it, without an error
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(before)
+            except BaseException as error:
+                # Ctrl-C while it syncs finds a whole line, which is worth keeping.
+                if rest or isinstance(error, OSError):
+                    file.truncate(before)
                 raise
         if new and os.name == "posix":  # the file's name has to survive a power cut too
             folder = os.open(path.parent, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a line of records.jsonl must be, beyond its checksum: anyone can write a line that has one."""
+"""What a line of records.jsonl must be beyond its checksum, which anyone can add to a line."""
 
 import math
 from dataclasses import fields

@@ -20,7 +20,7 @@ from cubegrad.study.statistics import Estimate, Judge, Summary
 Rows = list[list[str]]  # the first one is the head
 
 # What a record that says nothing of its problem stands for.
-UNKNOWN = {
+UNKNOWN: dict[str, Any] = {
     "description": "",
     "metric": "loss",
     "higher_is_better": False,

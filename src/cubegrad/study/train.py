@@ -18,6 +18,7 @@ from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machi
 
 TAKEN = ("train_loss", ESTIMATED_LR)  # in a curve, beside the metrics
 
+
 @dataclass(frozen=True)
 class Place:
     """Where runs run and read: what does not decide their numbers."""
