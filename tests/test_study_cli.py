@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import toy_problem
+from test_study_report import RECORDS
 
 from cubegrad.study import Preset, StudyError, catalogue, cli
-from cubegrad.study.records import Runs
+from cubegrad.study.records import Runs, to_line
 
 ROOT = Path(__file__).parent.parent
 
@@ -274,13 +275,51 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_told_of(
         ({"metric": "a\nb"}, "problem 'toy' has the metric or unit 'a\\\\nb'; use plain text"),
         ({"unit": "\x1b"}, "has the metric or unit"),
         ({"beside": (3,)}, "has the metric or unit 3; use plain text"),
+        ({"paper": None}, "has the metric or unit None; use plain text"),
+        ({"description": None}, "has description=None and higher_is_better=False; use a str and"),
+        ({"higher_is_better": 1}, "and higher_is_better=1; use a str and a bool"),
     ],
 )
-def test_a_problem_with_a_name_that_is_a_path_cannot_be_made(
+def test_a_problem_that_a_record_cannot_name_cannot_be_made(
     changes: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(StudyError, match=what):
         replace(toy_problem.problem(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"epochs": 0}, "epochs=0 of a Preset must be an int >= 1; use 1"),
+        ({"batch": 8.0}, r"batch=8\.0 of a Preset must be an int"),
+        ({"seeds": -1}, "seeds=-1 of a Preset must be an int"),
+        ({"threads": "2"}, "threads='2' of a Preset must be an int"),
+        ({"decays": ()}, r"decays=\(\) and lrs={} of a Preset must be finite floats >= 0, and"),
+        ({"decays": (-1.0,)}, "of a Preset must be finite floats >= 0"),
+        ({"decays": (float("nan"),)}, "of a Preset must be finite floats >= 0"),
+        ({"lrs": {"sgd": (0.1, float("inf"))}}, "of a Preset must be finite floats >= 0"),
+        ({"lrs": {"sgd": ("0.1", 1.0)}}, "of a Preset must be finite floats >= 0"),
+    ],
+)
+def test_a_preset_that_no_run_can_have_cannot_be_made(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(StudyError, match=what):
+        replace(Preset(1, 8), **changes)
+
+
+def test_a_terminal_without_plus_minus_gets_the_table(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "records.jsonl").write_text("".join(map(to_line, RECORDS)))
+    script = "import sys; from cubegrad.study.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "report", str(runs)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"91.0 ? 2.0" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["résumé", "my net (v2)", "net1.5", "a-b_c+d=e", "網"])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,3 +222,10 @@ def test_the_published_records_can_be_read() -> None:
         records, broken = Runs(folder).load()
         assert records
         assert broken == []
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    wrong = replace(record(0), about={"metric": None})
+    with pytest.raises(ValueError, match="its metric is None"):
+        Runs(tmp_path).append(wrong)
+    assert not list(tmp_path.iterdir())

@@ -51,6 +51,7 @@ def test_points(spec: str, epochs: int, steps: int, points: dict[int, float]) ->
         "sqrt:0",
         "sqrt:-1",
         "polynomial:x",
+        "sqrt:100\n",
     ],
 )
 def test_unknown_schedules_are_refused_with_the_remedy(spec: str) -> None:

@@ -23,7 +23,8 @@ from cubegrad.study.workers import Machine
 
 
 def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    encoding = sys.stdout.encoding or "utf-8"  # which may have no ±, and the runs are done by now
+    sys.stdout.write(f"{text.encode(encoding, 'replace').decode(encoding)}\n")
     sys.stdout.flush()
 
 

@@ -16,6 +16,7 @@ import torch
 
 import cubegrad
 from cubegrad.study import catalogue, train
+from cubegrad.study.files import writing
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record, Settings
 
@@ -102,9 +103,10 @@ def find(problem: str, version: str, device: str) -> Problem:
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
     """Leave a word that only those can read who see this very folder, and not one of its name."""
-    folder.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
-    (folder / MARK).write_text(mark)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).write_text(mark)
     try:
         yield mark
     finally:

@@ -21,6 +21,8 @@ A problem of your own is a function without arguments that returns a `Problem`:
 """
 
 import importlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +80,19 @@ class Preset:
     size: str = ""  # for `cubegrad problems`: model and parameters, in a few words
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `build` needs beside
 
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "seeds", "threads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise StudyError(f"{name}={value!r} of a Preset must be an int >= 1; use 1")
+        numbers = [*self.decays, *itertools.chain(*self.lrs.values())]
+        wrong = [x for x in numbers if not isinstance(x, (int, float)) or not 0 <= x < math.inf]
+        if wrong or not self.decays:
+            raise StudyError(
+                f"decays={self.decays!r} and lrs={dict(self.lrs)!r} of a Preset must be "
+                "finite floats >= 0, and at least one decay; use (0.0,)"
+            )
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -129,8 +144,13 @@ class Problem:
         check_name(self.name, "problem")
         for preset in self.presets:
             check_name(preset, "preset")
-        for text in (self.metric, self.unit, *self.beside):
+        for text in (self.metric, self.unit, self.paper, *self.beside):
             if not isinstance(text, str) or not text.isprintable():
                 raise StudyError(
                     f"problem {self.name!r} has the metric or unit {text!r}; use plain text"
                 )
+        if not isinstance(self.description, str) or not isinstance(self.higher_is_better, bool):
+            raise StudyError(
+                f"problem {self.name!r} has description={self.description!r} and higher_is_better="
+                f"{self.higher_is_better!r}; use a str and a bool"
+            )

@@ -164,6 +164,7 @@ class Runs:
         return told
 
     def append(self, record: Record) -> None:
+        record_checks.check(record)  # or it would be done again whenever it is read
         append(self.path, to_line(record).encode())
         with writing(self.folder):
             self.checkpoint(record.settings).unlink(missing_ok=True)

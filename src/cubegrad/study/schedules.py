@@ -73,6 +73,8 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
 
 def check(spec: str) -> None:
     """Refuse a text that names no schedule. How long a warm-up may be, `parse` knows."""
+    if not spec.isprintable():  # float would read past a line's end
+        raise _unknown(spec)
     if not spec.startswith("polynomial:"):
         parse(spec, 1, 1)
     else:
