@@ -113,7 +113,7 @@ def _place(options: Namespace) -> Place:
 def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
     problem = catalogue.find(options.problem)
     default = "cpu" if "cpu" in problem.presets else next(iter(problem.presets))
-    name = options.preset or default
+    name = default if options.preset is None else options.preset
     if name not in problem.presets:
         raise StudyError(
             f"problem {problem.name!r} has no preset {name!r}; use {', '.join(problem.presets)}"
@@ -123,7 +123,7 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
         preset,
         epochs=options.epochs or preset.epochs,
         batch=options.batch or preset.batch,
-        schedule=options.schedule or preset.schedule,
+        schedule=preset.schedule if options.schedule is None else options.schedule,
     )
     schedules.check(preset.schedule)
     return problem, name, preset
@@ -141,11 +141,13 @@ def _device(options: Namespace, preset: str) -> str:
 
 def _plan(options: Namespace) -> Plan:
     problem, name, preset = _problem(options)
-    grid = parse_grid(options.grid or preset.grid)
-    lrs = parse_values(options.lr, grid, "lr") if options.lr else ()
+    grid = parse_grid(preset.grid if options.grid is None else options.grid)
+    lrs = () if options.lr is None else parse_values(options.lr, grid, "lr")
     if 0.0 in lrs:
         raise StudyError("--lr 0 moves nothing; use values > 0, such as 1e-4..1e-1")
-    decays = parse_values(options.decay, grid, "decay") if options.decay else preset.decays
+    decays = preset.decays
+    if options.decay is not None:
+        decays = parse_values(options.decay, grid, "decay")
     return Plan(
         problem,
         name,
@@ -162,12 +164,12 @@ def _plan(options: Namespace) -> Plan:
 
 def _entries(options: Namespace, preset: Preset) -> list[Entry]:
     if options.figure is None:
-        texts = options.methods.split(",") if options.methods else preset.methods
+        texts = preset.methods if options.methods is None else options.methods.split(",")
     elif options.figure in FIGURES:
         texts = [text for row in FIGURES[options.figure] for text in row]
     else:
         raise StudyError(f"unknown figure {options.figure!r}; use {' or '.join(FIGURES)}")
-    if options.figure and options.methods:
+    if options.figure is not None and options.methods is not None:
         raise StudyError("--figure has methods of its own; leave out --methods")
     return list(dict.fromkeys(methods.entry(text, preset) for text in texts))
 

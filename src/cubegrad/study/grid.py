@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cubegrad.study.problem import StudyError
 
+LARGEST = 3e38  # a little less than the largest float32
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -93,8 +95,7 @@ def grown(
 
 
 def _usable(value: float) -> float | None:
-    """None beyond the ends of floats."""
-    return value if 0 < value < math.inf else None
+    return value if 0 < value <= LARGEST else None
 
 
 def _number(text: str, name: str) -> float:
@@ -102,6 +103,8 @@ def _number(text: str, name: str) -> float:
         value = float(text)
     except ValueError:
         raise StudyError(f"--{name} {text!r} is not a number; use 1e-4..1e-1 or 0.1,0.2") from None
+    if LARGEST < value < math.inf:
+        raise StudyError(f"--{name} {text} is more than a float32 holds; use 1e-3")
     if not 0 <= value < math.inf:
         raise StudyError(f"--{name} {text} must be >= 0 and finite; use 1e-3")
     return value

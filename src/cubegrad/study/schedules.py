@@ -52,7 +52,7 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
         return flat
     if name == "tenthing":
         stops = [_epoch(part, spec, epochs) for part in argument.split("-")]
-        milestones = [round(stop * steps_per_epoch) for stop in stops]
+        milestones = [round(min(stop * steps_per_epoch, 1e18)) for stop in stops]
         return lambda step: tenthing(step, milestones)
     if name == "sqrt":
         b = _number(argument, spec)
