@@ -87,8 +87,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
     """Of the first bytes of the file; it is left behind them."""
     file.seek(0)
     digest = hashlib.sha256()
-    while size:
-        chunk = file.read(min(size, CHUNK))
+    while chunk := file.read(min(size, CHUNK)):  # nothing, too, if the file was cut meanwhile
         digest.update(chunk)
         size -= len(chunk)
     return digest.hexdigest().encode()
