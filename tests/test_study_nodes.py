@@ -170,3 +170,17 @@ def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
         assert not nodes.sees(tmp_path / "none", mark)
     assert not nodes.sees(one, mark)
     assert not list(one.iterdir())
+
+
+def test_a_problem_by_its_file_has_a_name_that_a_node_can_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "here_of_test.py").write_text("from ray_problem import problem\n")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    problem = f"{tmp_path / 'here_of_test.py'}:problem"
+    assert nodes.name(problem) == "here_of_test:problem"
+    assert nodes.name("digits") == "digits"
+    assert nodes.pack(problem, packed) == packed
+    assert [path.name for path in packed.iterdir()] == ["here_of_test.py"]

@@ -28,6 +28,7 @@ POINTS = [
         {0: 1 / 4, 1: 1 / 2, 2: 3 / 4, 3: 1, 15: 1 / 2, 35: 1 / 3, 99: 1 / 5},
     ),
     ("inverse-sqrt:1", 1, 10, {0: 1, 3: 1 / 2}),
+    ("tenthing:1e308", 1, 100, {0: 1, 99: 1}),
     ("polynomial:5", 1, 20, {0: 1 / 5, 3: 4 / 5, 4: 1, 12: 1 / 2, 19: 1 / 16, 20: 0}),
     ("polynomial:1", 2, 5, {0: 1, 5: 1 / 2, 9: 1 / 10}),
 ]
@@ -51,6 +52,7 @@ def test_points(spec: str, epochs: int, steps: int, points: dict[int, float]) ->
         "sqrt:0",
         "sqrt:-1",
         "polynomial:x",
+        "sqrt:100\n",
     ],
 )
 def test_unknown_schedules_are_refused_with_the_remedy(spec: str) -> None:

@@ -20,6 +20,7 @@ from cubegrad.study import Preset, Problem, StudyError
 from cubegrad.study.methods import Entry
 from cubegrad.study.progress import Progress, duration
 from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.statistics import summarise
 from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
@@ -120,6 +121,28 @@ def test_the_best_is_repeated_with_seeds_that_did_not_choose_it(tmp_path: Path) 
     assert {r.settings.lr for r in repeated} == {5e-3}
 
 
+@pytest.mark.parametrize(
+    ("search", "seeds", "all_seeds"), [(1, 1, 1), (1, 3, 3), (2, 3, 3), (3, 1, 3)]
+)
+def test_where_nothing_is_chosen_the_seeds_of_the_search_count(
+    search: int, seeds: int, all_seeds: int, tmp_path: Path
+) -> None:
+    sweep, oracle = searching(
+        tmp_path, lambda lr, _: lr, lrs=(0.3,), decays=(0.0, 0.0), search_seeds=search
+    )
+    sweep.repeat(sweep.search(), seeds)
+    assert [settings.seed for settings in oracle.asked] == list(range(all_seeds))
+    assert len(summarise(sweep.records.values(), sweep.plan.judge).seeds) == all_seeds
+
+
+def test_a_lone_setting_on_a_held_out_split_is_run_again_on_all_of_it(tmp_path: Path) -> None:
+    sweep, oracle = searching(tmp_path, lambda lr, _: lr, lrs=(0.3,), hold_out=True)
+    sweep.repeat(sweep.search(), 2)
+    asked = [(settings.seed, settings.hold_out) for settings in oracle.asked]
+    assert asked == [(0, True), (1, False), (2, False)]
+    assert summarise(sweep.records.values(), sweep.plan.judge).seeds == (1, 2)
+
+
 def test_what_is_recorded_is_not_run_again(tmp_path: Path) -> None:
     sweep, _ = searching(tmp_path, lambda lr, _: abs(lr - 0.05))
     found = sweep.search()
@@ -182,7 +205,8 @@ def start(folder: Path, workers: int, sleep: float) -> subprocess.Popen[str]:
     code = heed + "import sys; from cubegrad.study.cli import main; sys.exit(main())"
     options = ["--out", str(folder), "--workers", str(workers), "--save-every", "0"]
     command = [sys.executable, "-c", code, *SWEEP, *options]
-    environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TOY_SLEEP": str(sleep), "PYTHONPATH": path}
     return subprocess.Popen(
         command,
         env=environment,
@@ -260,6 +284,26 @@ def test_ctrl_c_keeps_what_was_done(workers: int, tmp_path: Path) -> None:
     assert "stopped; the same command goes on where it was" in errors
     before = curves(tmp_path / "stopped")
     assert 1 <= len(before) < 4
+    sweep_whole(tmp_path / "stopped", tmp_path / "whole", before)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_end_keeps_what_was_done_and_leaks_nothing(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    number = getattr(signal, name)
+    process = start(tmp_path / "stopped", workers, sleep=0.1)
+    wait_for_records(tmp_path / "stopped")
+    process.send_signal(number)  # to the command alone, as `kill` does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "stopped; the same command goes on where it was" in errors
+    assert "Traceback" not in errors
+    assert "leaked" not in errors
+    before = curves(tmp_path / "stopped")
+    assert 1 <= len(before) < 4
+    assert not list((tmp_path / "stopped").rglob("*.tmp*"))
     sweep_whole(tmp_path / "stopped", tmp_path / "whole", before)
 
 

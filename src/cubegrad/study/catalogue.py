@@ -1,8 +1,9 @@
-"""Problems by name: those of `problems/`, and a user's own as `module:function`."""
+"""Problems by name: those of `problems/`, and a user's, `module:function` or `file.py:function`."""
 
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from cubegrad.study.problem import Problem, StudyError
 
@@ -10,16 +11,19 @@ NAMES = ("digits", "cifar10", "imagenet", "fastmri", "iwslt14", "bookwiki")
 
 
 def find(name: str) -> Problem:
-    module, colon, function = name.partition(":")
-    if not colon:
-        if name not in NAMES:
-            raise StudyError(
-                f"unknown problem {name!r}; use {', '.join(NAMES)}, or your_module:your_function"
-            )
+    if ":" in name:
+        module, function, loaded = load(name)
+    elif name in NAMES:
         module, function = f"cubegrad.study.problems.{name}", "problem"
-    elif str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and a console script has not
-    problem = _call(name, module, function)
+        loaded = _import(name, module)
+    else:
+        raise StudyError(
+            f"unknown problem {name!r}; use {', '.join(NAMES)}, or your_module:your_function"
+        )
+    made = getattr(loaded, function, None)
+    if not callable(made):
+        raise StudyError(f"{module} has no function {function!r}; define it, returning a Problem")
+    problem = made()
     if not isinstance(problem, Problem):
         raise StudyError(f"{name} returned {problem!r}; return a cubegrad.study.Problem")
     if not problem.presets:
@@ -27,16 +31,38 @@ def find(name: str) -> Problem:
     return problem
 
 
-def _call(name: str, module: str, function: str) -> object:
+def load(name: str) -> tuple[str, str, ModuleType]:
+    """The module and function that a user's problem names, and that module, imported."""
+    place, _, function = name.rpartition(":")
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        module, folder = file.stem, file.parent
+        if not file.is_file() or "." in module:
+            fault = "has a dot in its name" if file.is_file() else "is not a file"
+            raise StudyError(f"{place} {fault}; use your_module:your_function or file.py:function")
+    elif all(place.split(".")) and not set(place) & set("/\\"):
+        file, module, folder = None, place, Path.cwd()
+    else:
+        raise StudyError(
+            f"{place!r} of problem {name!r} is not a module; "
+            "use your_module:your_function or file.py:function"
+        )
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as Python has it for a script, and a console script not
+    loaded = _import(name, module)
+    if file is not None and Path(loaded.__file__ or "").resolve() != file:
+        raise StudyError(
+            f"the name of {place} is that of a module which Python finds first "
+            f"({loaded.__file__ or 'built in'}); rename it"
+        )
+    return module, function, loaded
+
+
+def _import(name: str, module: str) -> ModuleType:
     try:
-        loaded = importlib.import_module(module)
+        return importlib.import_module(module)
     except ImportError as error:
         raise StudyError(
             f"cannot import {error.name or module} for problem {name!r} ({error}); "
             "run from its folder, or install it"
         ) from None
-    made = getattr(loaded, function, None)
-    if not callable(made):
-        raise StudyError(f"{module} has no function {function!r}; define it, returning a Problem")
-    result: object = made()
-    return result

@@ -1,13 +1,18 @@
 """The command `cubegrad`: problems, train, sweep, report, compare."""
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import cubegrad
 from cubegrad.study.problem import StudyError
+
+LARGEST_SEED = 2**32 - 1  # numpy's; and a million times it, plus an epoch, is one of torch's
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +49,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add(
         "problem",
         metavar="PROBLEM",
-        help="of `cubegrad problems`, or your_module:your_function",
+        help="of `cubegrad problems`, or your_module:your_function, or file.py:function",
     )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
@@ -73,7 +78,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
         help="learning rate; the paper's, where it has this problem; for madgrad-auto a factor (1)",
     )
     add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
-    add("--seed", type=_whole, default=0, help="(%(default)s)")
+    add("--seed", type=_seed, default=0, help="(%(default)s)")
     parser.set_defaults(ray=None)
 
 
@@ -157,10 +162,49 @@ def _part(text: str) -> float:
     return value
 
 
+def _seed(text: str) -> int:
+    value = _whole(text)
+    if value > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_SEED}; use 0")
+    return value
+
+
 def _whole(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 0; use 0")
     return int(text)
+
+
+class Stopped(KeyboardInterrupt):
+    """By a signal that asks a process to end, as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP stop a command as Ctrl-C does: workers ended, files whole, no semaphores
+    left behind."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # signals are the main thread's
+    before = {one: signal.getsignal(one) for one in numbers}
+    ours = [one for one in numbers if before[one] is signal.SIG_DFL]  # nohup ignores one
+
+    def stop(number: int, _: object) -> NoReturn:
+        for one in ours:
+            signal.signal(one, signal.SIG_IGN)  # a second one would stop the stopping
+        raise Stopped(number)
+
+    for one in ours:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, before[one])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,13 +216,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from cubegrad.study import commands
         except ImportError as error:
             raise StudyError(f"{error.name} is missing; pip install 'cubegrad[study]'") from None
-        commands.COMMANDS[options.command](options)
+        with _stoppable():
+            commands.COMMANDS[options.command](options)
     except StudyError as error:
         sys.stderr.write(f"cubegrad: error: {error}\n")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("\ncubegrad: stopped; the same command goes on where it was\n")
-        return 130
+        return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     except BrokenPipeError:  # `cubegrad problems | head`
         sys.stderr.close()
     return 0

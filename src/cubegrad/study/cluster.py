@@ -48,9 +48,8 @@ class Cluster:
         self._connect()
         if problem.check_data is not None:
             setup = replace(setup, data=setup.data.absolute())
-            told = self._get(
-                self._remote(nodes.check).remote(self.problem, setup, cubegrad.__version__)
-            )
+            name = nodes.name(self.problem)
+            told = self._get(self._remote(nodes.check).remote(name, setup, cubegrad.__version__))
             if told is not None:
                 raise StudyError(told)
 
@@ -67,10 +66,11 @@ class Cluster:
         place = replace(self.place, data=self.place.data.absolute())
         todo, passed = deque(jobs), dict.fromkeys((job[0].key for job in jobs), 0)
         waiting: dict[Any, Settings] = {}
+        name = nodes.name(self.problem)
         while todo or waiting:
             while todo and len(waiting) < (self.limit or len(jobs)):
                 settings, checkpoint = todo.popleft()
-                order = nodes.Order(self.problem, settings, place, checkpoint.absolute(), mark)
+                order = nodes.Order(name, settings, place, checkpoint.absolute(), mark)
                 waiting[self._work.remote(order, self._tally)] = settings
             done, _ = self._ray.wait(list(waiting), timeout=POLL)
             self._look(passed, tick)
@@ -235,12 +235,17 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C comes afterwards: in the middle, Ray would lose sight of what it has started."""
+    """Ctrl-C comes afterwards: in the middle, Ray would lose sight of what it has started.
+
+    So does a SIGTERM, for which Ray would set a handler of its own.
+    """
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)

@@ -23,7 +23,8 @@ from cubegrad.study.workers import Machine
 
 
 def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    encoding = sys.stdout.encoding or "utf-8"  # which may have no ±, and the runs are done by now
+    sys.stdout.write(f"{text.encode(encoding, 'replace').decode(encoding)}\n")
     sys.stdout.flush()
 
 
@@ -54,17 +55,15 @@ def train(options: Namespace) -> None:
 
 def sweep(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _executor(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
         doing.search()
-    _report(doing.runs)
 
 
 def compare(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _executor(options, plan)) as doing:
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
         found = doing.search()
         doing.repeat(found, options.seeds or plan.preset.seeds)
-    _report(doing.runs)
 
 
 def make_report(options: Namespace) -> None:
@@ -81,8 +80,13 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 
 
 @contextlib.contextmanager
-def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Iterator[Sweep]:
-    """A sweep with its directory held, broken records told of, and the bar closed at the end."""
+def _sweeping(
+    options: Namespace, plan: Plan, machine: Machine | Cluster, reports: bool = False
+) -> Iterator[Sweep]:
+    """A sweep with its directory held, broken records told of, and the bar closed at the end.
+
+    With `reports`, a sweep that ends well ends with its report, while the directory is still held.
+    """
     device, place = torch.device(plan.device), _place(options)
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
@@ -91,13 +95,15 @@ def _sweeping(options: Namespace, plan: Plan, machine: Machine | Cluster) -> Ite
         with runs.held():
             progress = Progress()
             for line in runs.repair():
-                progress.say(f"{line}: set aside, and its run is done again")
+                progress.say(line)
             runs.log(shlex.join(["cubegrad", *options.words]))
             try:
                 yield Sweep(plan, runs, machine, progress)
             finally:
                 machine.close()  # while the directory is held: runs write into it
                 progress.close()
+            if reports:
+                _report(runs)
 
 
 def _place(options: Namespace) -> Place:
@@ -107,7 +113,7 @@ def _place(options: Namespace) -> Place:
 def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
     problem = catalogue.find(options.problem)
     default = "cpu" if "cpu" in problem.presets else next(iter(problem.presets))
-    name = options.preset or default
+    name = default if options.preset is None else options.preset
     if name not in problem.presets:
         raise StudyError(
             f"problem {problem.name!r} has no preset {name!r}; use {', '.join(problem.presets)}"
@@ -117,7 +123,7 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
         preset,
         epochs=options.epochs or preset.epochs,
         batch=options.batch or preset.batch,
-        schedule=options.schedule or preset.schedule,
+        schedule=preset.schedule if options.schedule is None else options.schedule,
     )
     schedules.check(preset.schedule)
     return problem, name, preset
@@ -135,11 +141,13 @@ def _device(options: Namespace, preset: str) -> str:
 
 def _plan(options: Namespace) -> Plan:
     problem, name, preset = _problem(options)
-    grid = parse_grid(options.grid or preset.grid)
-    lrs = parse_values(options.lr, grid, "lr") if options.lr else ()
+    grid = parse_grid(preset.grid if options.grid is None else options.grid)
+    lrs = () if options.lr is None else parse_values(options.lr, grid, "lr")
     if 0.0 in lrs:
         raise StudyError("--lr 0 moves nothing; use values > 0, such as 1e-4..1e-1")
-    decays = parse_values(options.decay, grid, "decay") if options.decay else preset.decays
+    decays = preset.decays
+    if options.decay is not None:
+        decays = parse_values(options.decay, grid, "decay")
     return Plan(
         problem,
         name,
@@ -156,12 +164,12 @@ def _plan(options: Namespace) -> Plan:
 
 def _entries(options: Namespace, preset: Preset) -> list[Entry]:
     if options.figure is None:
-        texts = options.methods.split(",") if options.methods else preset.methods
+        texts = preset.methods if options.methods is None else options.methods.split(",")
     elif options.figure in FIGURES:
         texts = [text for row in FIGURES[options.figure] for text in row]
     else:
         raise StudyError(f"unknown figure {options.figure!r}; use {' or '.join(FIGURES)}")
-    if options.figure and options.methods:
+    if options.figure is not None and options.methods is not None:
         raise StudyError("--figure has methods of its own; leave out --methods")
     return list(dict.fromkeys(methods.entry(text, preset) for text in texts))
 

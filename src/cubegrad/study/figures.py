@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,60 +12,33 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from cubegrad.study.methods import METHODS, estimates
+from cubegrad.study.methods import estimates
 from cubegrad.study.statistics import Estimate, Judge, Summary
+from cubegrad.study.styles import COLOURS, LINES, names, rows, style
 
-# Okabe and Ito's, which colour-blind readers can tell apart; the lines differ too, for print.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
-FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
 # Text stays text, and the same numbers give the same file.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
+
+LARGEST = 1e100  # that is drawn: matplotlib overflows long before a float does
 
 Draw = Callable[[Axes, Sequence[Summary]], None]
 
 
-def names(summaries: Sequence[Summary]) -> dict[str, str]:
-    """What to call each entry: its method, with the schedule where that differs."""
-    several = len({summary.entry.partition("@")[2] for summary in summaries}) > 1
-    labels = {}
-    for summary in summaries:
-        method, _, schedule = summary.entry.partition("@")
-        label = METHODS[method].label if method in METHODS else method
-        labels[summary.entry] = f"{label}, {schedule}" if several else label
-    return labels
+def _labels(summaries: Sequence[Summary]) -> dict[str, str]:
+    return {entry: _literal(name) for entry, name in names(summaries).items()}
 
 
-def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """One row of panels a schedule, as in the paper's figure on dual averaging.
-
-    A method under several schedules is one row: there the schedules are what is compared.
-    """
-    methods = {summary.method for summary in summaries}
-    schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
-    if len(methods) == 1 or len(schedules) == 1:
-        return [list(summaries)]
-    return [[s for s in summaries if s.entry.partition("@")[2] == one] for one in schedules]
+def _literal(text: str) -> str:
+    """Between two dollars matplotlib would read a formula."""
+    return text.replace("$", r"\$")
 
 
-def style(summaries: Sequence[Summary]) -> dict[str, int]:
-    """A colour and line for each entry; the same method keeps its own from row to row."""
-    keys = [_colour_key(summary, summaries) for summary in summaries]
-    others = [key for key in dict.fromkeys(keys) if key not in FIXED]
-    taken = {FIXED[key] for key in keys if key in FIXED}
-    free = [*range(len(FIXED), len(COLOURS)), *(set(FIXED.values()) - taken)]
-    chosen = {key: free[place % len(free)] for place, key in enumerate(others)} | FIXED
-    return {s.entry: chosen[key] for s, key in zip(summaries, keys, strict=True)}
+def _measure(judge: Judge, unit: str) -> str:
+    return _literal(f"{judge.metric}{f', {unit}' if unit else ''}")
 
 
-def _colour_key(summary: Summary, summaries: Sequence[Summary]) -> str:
-    return summary.method if len(rows(summaries)) > 1 else _alone(summary, summaries)
-
-
-def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
-    method = summary.method
-    same = [other for other in summaries if other.method == method]
-    return method if len(same) == 1 else summary.entry
+def _drawable(value: float | None) -> float:
+    return value if value is not None and abs(value) <= LARGEST else math.nan
 
 
 class _Plain(LogFormatter):
@@ -78,13 +51,20 @@ class _Plain(LogFormatter):
 def draw_curves(
     axes: Axes, summaries: Sequence[Summary], metric: str, styles: dict[str, int], log: bool
 ) -> None:
-    labels = names(summaries)
+    labels = _labels(summaries)
+    log = log and _positive(point for s in summaries for point in s.curves.get(metric, []))
     for summary in summaries:
         curve = summary.curves.get(metric)
         if curve and summary.best is not None:
             label = _with_lr(labels[summary.entry], summary.method, summary.best[0])
             _draw_curve(axes, curve, label, styles[summary.entry], log)
     _by_epoch(axes, log)
+
+
+def _positive(points: Iterable[Estimate]) -> bool:
+    """Whether a logarithmic axis can show them: a log-likelihood may be below 0."""
+    means = [_drawable(point.mean) for point in points]
+    return not all(map(math.isnan, means)) and not any(mean <= 0 for mean in means)
 
 
 def _draw_curve(axes: Axes, curve: Sequence[Estimate], label: str, index: int, log: bool) -> None:
@@ -115,18 +95,20 @@ def _by_epoch(axes: Axes, log: bool) -> None:
 
 def _band(point: Estimate) -> tuple[float, float, float]:
     error = point.error or 0.0
-    return point.mean - error, point.mean, point.mean + error
+    low, mean, high = map(_drawable, (point.mean - error, point.mean, point.mean + error))
+    return low, mean, high
 
 
 def draw_test(
     axes: Axes, summaries: Sequence[Summary], judge: Judge, unit: str, styles: dict[str, int]
 ) -> None:
     draw_curves(axes, summaries, judge.metric, styles, log=False)
-    axes.set_ylabel(f"test {judge.metric}{f', {unit}' if unit else ''}")
+    axes.set_ylabel(f"test {_measure(judge, unit)}")
     # The climb of the first quarter would flatten what is to be compared.
     curves = [summary.curves.get(judge.metric, []) for summary in summaries]
-    late = [point.mean for curve in curves for point in curve[len(curve) // 4 :]]
+    late = [_drawable(point.mean) for curve in curves for point in curve[len(curve) // 4 :]]
     late += [end for curve in curves if curve for end in _band(curve[-1])]
+    late = [value for value in late if not math.isnan(value)]
     if late and max(late) > min(late):
         margin = 0.08 * (max(late) - min(late))
         axes.set_ylim(min(late) - margin, max(late) + margin)
@@ -151,15 +133,16 @@ def draw_lrs(
     What estimates its learning rate has no place on that axis: its result is a level, unless
     nothing else is there and the axis can be its factors.
     """
-    labels = names(summaries)
+    labels = _labels(summaries)
     factors = all(estimates(summary.method) for summary in summaries)
     for summary in summaries:
         index = styles[summary.entry]
         if estimates(summary.method) and not factors:
             _draw_level(axes, summary, labels[summary.entry], index)
             continue
-        known = [(lr, value) for lr, value in summary.lr_curve if value is not None]
-        lost = [lr for lr, value in summary.lr_curve if value is None]
+        points = [(lr, value) for lr, value in summary.lr_curve if 1 / LARGEST <= lr <= LARGEST]
+        known = [(lr, value) for lr, value in points if not math.isnan(_drawable(value))]
+        lost = [lr for lr, value in points if value is None]
         if known:
             axes.plot(
                 *zip(*known, strict=True),
@@ -172,13 +155,14 @@ def draw_lrs(
         if lost:
             bottom = axes.get_xaxis_transform()
             axes.plot(lost, [0.02] * len(lost), "x", color=COLOURS[index], transform=bottom)
-    curves = [[v for _, v in s.lr_curve if v is not None] for s in summaries]
+    drawn = [[_drawable(value) for _, value in s.lr_curve] for s in summaries]
+    curves = [[value for value in curve if not math.isnan(value)] for curve in drawn]
     if any(curves):
         axes.set_ylim(*visible(curves, judge.higher_is_better))
     axes.set(
         xscale="log",
         xlabel="factor of the estimated learning rate" if factors else "learning rate",
-        ylabel=f"{judge.metric}{f', {unit}' if unit else ''}",
+        ylabel=_measure(judge, unit),
     )
     axes.grid(alpha=0.3)
     _legend(axes)
@@ -186,9 +170,10 @@ def draw_lrs(
 
 def _draw_level(axes: Axes, summary: Summary, label: str, index: int) -> None:
     for lr, value in summary.lr_curve:
-        if summary.best is not None and lr == summary.best[0] and value is not None:
+        level = _drawable(value)
+        if summary.best is not None and lr == summary.best[0] and not math.isnan(level):
             label = _with_lr(label, summary.method, lr)
-            axes.axhline(value, linestyle=LINES[index], color=COLOURS[index], label=label)
+            axes.axhline(level, linestyle=LINES[index], color=COLOURS[index], label=label)
 
 
 def visible(curves: Sequence[Sequence[float]], higher_is_better: bool) -> tuple[float, float]:
@@ -207,7 +192,7 @@ def visible(curves: Sequence[Sequence[float]], higher_is_better: bool) -> tuple[
 
 def _name_row(axes: Axes, line: Sequence[Summary], several: bool) -> None:
     if several:
-        axes.set_title(line[0].entry.partition("@")[2], loc="left", fontsize=10)
+        axes.set_title(_literal(line[0].entry.partition("@")[2]), loc="left", fontsize=10)
 
 
 def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
@@ -219,7 +204,7 @@ def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) ->
         draw_test(left, line, judge, unit, styles)
         draw_train(right, line, styles)
         _name_row(left, line, len(lines) > 1)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_literal(title), fontsize=11)
     return figure
 
 
@@ -235,22 +220,23 @@ def _stacked(lines: Sequence[Sequence[Summary]], draw: Draw, several: bool, titl
     for line, (axes,) in zip(lines, figure.subplots(len(lines), 1, squeeze=False), strict=True):
         draw(axes, line)
         _name_row(axes, line, several)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_literal(title), fontsize=11)
     return figure
 
 
 def draw_estimates(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int]) -> None:
     """Estimated learning rates before the schedule, and the best of MADGRAD's search beside."""
-    labels = names(summaries)
+    labels = _labels(summaries)
+    log = _positive(point for summary in summaries for point in summary.estimated_lr())
     for summary in summaries:
         curve, index = summary.estimated_lr(), styles[summary.entry]
         if curve and summary.best is not None:
             label = _with_lr(labels[summary.entry], summary.method, summary.best[0])
-            _draw_curve(axes, curve, label, index, log=True)
+            _draw_curve(axes, curve, label, index, log)
         if summary.method == "madgrad" and summary.best is not None and len(summary.lr_curve) > 1:
             label = f"{labels[summary.entry]}, best lr {summary.best[0]:g}"
             axes.axhline(summary.best[0], linestyle="--", color=COLOURS[index], label=label)
-    _by_epoch(axes, log=True)
+    _by_epoch(axes, log)
     axes.set_ylabel("estimated learning rate")
     _legend(axes)
 
@@ -292,8 +278,9 @@ def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[list[F
 def save(figure: Figure, path: Path) -> None:
     """As PNG and as SVG."""
     with mpl.rc_context(STYLE):
-        figure.savefig(path.with_suffix(".png"), dpi=150)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        # Not with_suffix, which would cut "net1.5-curves" at its dot.
+        figure.savefig(path.with_name(f"{path.name}.png"), dpi=150)
+        figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
 
 
 def inline(figure: Figure) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cubegrad.study.problem import StudyError
 
+LARGEST = 3e38  # a little less than the largest float32
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -18,7 +20,7 @@ class Grid:
         power, place = divmod(rung, len(self.mantissas))
         if self.base == 10:
             return float(f"{self.mantissas[place]}e{power}")  # 2.5e-4 as a reader would write it
-        return math.ldexp(self.mantissas[place], power)
+        return math.ldexp(self.mantissas[place], power) if power < 1024 else math.inf
 
     def rung_below(self, value: float) -> int:
         """Of the largest value < `value`."""
@@ -56,6 +58,8 @@ def parse_values(text: str, grid: Grid, name: str) -> tuple[float, ...]:
     """Values and ranges of the grid, as in `0,1e-5..1e-3`."""
     values: set[float] = set()
     for part in text.split(","):
+        if "..." in part:  # float would take the third dot for that of .1e-1
+            raise StudyError(f"--{name} {part} has three dots; use two, as in 1e-4..1e-1")
         low, dots, high = part.partition("..")
         first = _number(low, name)
         if not dots:
@@ -83,11 +87,15 @@ def grown(
     low, high = min(tried), max(tried)
     if best is None or best == low:
         beyond = sum(value < min(first) for value in tried)
-        return grid.below(low) if low > 0 and beyond < limit else None
+        return _usable(grid.below(low)) if low > 0 and beyond < limit else None
     if best == high:
         beyond = sum(value > max(first) for value in tried)
-        return grid.above(high) if beyond < limit else None
+        return _usable(grid.above(high)) if beyond < limit else None
     return None
+
+
+def _usable(value: float) -> float | None:
+    return value if 0 < value <= LARGEST else None
 
 
 def _number(text: str, name: str) -> float:
@@ -95,6 +103,8 @@ def _number(text: str, name: str) -> float:
         value = float(text)
     except ValueError:
         raise StudyError(f"--{name} {text!r} is not a number; use 1e-4..1e-1 or 0.1,0.2") from None
+    if LARGEST < value < math.inf:
+        raise StudyError(f"--{name} {text} is more than a float32 holds; use 1e-3")
     if not 0 <= value < math.inf:
         raise StudyError(f"--{name} {text} must be >= 0 and finite; use 1e-3")
     return value

@@ -16,6 +16,7 @@ import torch
 
 import cubegrad
 from cubegrad.study import catalogue, train
+from cubegrad.study.files import writing
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record, Settings
 
@@ -102,9 +103,10 @@ def find(problem: str, version: str, device: str) -> Problem:
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
     """Leave a word that only those can read who see this very folder, and not one of its name."""
-    folder.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex
-    (folder / MARK).write_text(mark)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).write_text(mark)
     try:
         yield mark
     finally:
@@ -118,16 +120,23 @@ def sees(folder: Path, mark: str) -> bool:
         return False
 
 
+def name(problem: str) -> str:
+    """What a node calls the problem: a file's module travels, its path does not."""
+    if ":" not in problem:
+        return problem
+    module, function, _ = catalogue.load(problem)
+    return f"{module}:{function}"
+
+
 def pack(problem: str, folder: Path) -> Path | None:
     """Copy a user's own module, with the Python files and packages beside it, for the nodes.
 
     Nothing else of its folder travels: data and runs may be gigabytes. What is installed here is
     to be installed there.
     """
-    module, colon, _ = problem.partition(":")
-    if not colon or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # `ray job submit` has packed
+    if ":" not in problem or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # `ray job submit` packed
         return None
-    catalogue.find(problem)
+    module, _, _ = catalogue.load(problem)
     top = sys.modules[module.partition(".")[0]]
     within = getattr(top, "__path__", None)  # of a package
     home = Path(within[0] if within else str(top.__file__)).resolve().parent

@@ -21,6 +21,8 @@ A problem of your own is a function without arguments that returns a `Problem`:
 """
 
 import importlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,22 @@ Split = Literal["train", "valid", "test"]
 
 class StudyError(Exception):
     """What a user can mend. Its message is one line: what is wrong, and the remedy."""
+
+
+def check_name(name: object, what: str) -> None:
+    """Names of problems and presets become names of files and folders, on any system."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or name != name.strip()
+        or name.startswith(".")
+        or set(name) & set('/\\:*?"<>|')
+        or not 0 < len(name.encode()) <= 100
+    ):
+        raise StudyError(
+            f"the name {name!r} of a {what} must be 1 to 100 characters that a file may be called, "
+            'not starting with "."; use letters, digits, "-" and "_"'
+        )
 
 
 def optional(module: str) -> Any:
@@ -61,6 +79,19 @@ class Preset:
     threads: int = 1  # of one run on a CPU, however many run at once: sums round alike
     size: str = ""  # for `cubegrad problems`: model and parameters, in a few words
     options: Mapping[str, Any] = field(default_factory=dict)  # whatever `build` needs beside
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "seeds", "threads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise StudyError(f"{name}={value!r} of a Preset must be an int >= 1; use 1")
+        numbers = [*self.decays, *itertools.chain(*self.lrs.values())]
+        wrong = [x for x in numbers if not isinstance(x, (int, float)) or not 0 <= x < math.inf]
+        if wrong or not self.decays:
+            raise StudyError(
+                f"decays={self.decays!r} and lrs={dict(self.lrs)!r} of a Preset must be "
+                "finite floats >= 0, and at least one decay; use (0.0,)"
+            )
 
 
 @dataclass(frozen=True)
@@ -108,3 +139,18 @@ class Problem:
     data: str = "none"  # where the data comes from, for `cubegrad problems`
     paper: str = ""  # its name among the paper's problems, see cubegrad.study.methods
     check_data: Callable[[Setup], None] | None = None  # raises StudyError, before any run
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "problem")
+        for preset in self.presets:
+            check_name(preset, "preset")
+        for text in (self.metric, self.unit, self.paper, *self.beside):
+            if not isinstance(text, str) or not text.isprintable():
+                raise StudyError(
+                    f"problem {self.name!r} has the metric or unit {text!r}; use plain text"
+                )
+        if not isinstance(self.description, str) or not isinstance(self.higher_is_better, bool):
+            raise StudyError(
+                f"problem {self.name!r} has description={self.description!r} and higher_is_better="
+                f"{self.higher_is_better!r}; use a str and a bool"
+            )

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 import cubegrad
+from cubegrad.study import checkpoints, record_checks
+from cubegrad.study.files import append, replacing, writing
 from cubegrad.study.problem import StudyError
 
 try:
@@ -95,10 +97,12 @@ def from_line(line: str) -> Record:
         check, key = body.pop("check"), body["key"]
         settings = Settings(**body.pop("settings"))
         record = Record(settings=settings, **{k: v for k, v in body.items() if k != "key"})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        sound = check == _checksum({"key": key, **asdict(record)}) and key == settings.key
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a record: {error}") from None
-    if check != _checksum({"key": key, **asdict(record)}) or key != settings.key:
+    if not sound:
         raise ValueError("altered: its checksum does not fit")
+    record_checks.check(record)
     return record
 
 
@@ -132,63 +136,57 @@ class Runs:
     def repair(self) -> list[str]:
         """Move broken lines to records.broken and end the file with a whole line; says which.
 
-        Also clears away checkpoints that a kill left half written, or behind a finished run.
+        Also clears away what a kill left half written, and the checkpoints of finished runs, and
+        says which of the others are damaged.
         """
         lines, (records, broken) = self._lines(), self.load()
-        for path in (self.folder / "checkpoints").glob("*.*"):
-            if path.suffix != ".pt" or path.stem in records:
-                path.unlink()
         if broken:
-            with (self.folder / "records.broken").open("a", encoding="utf-8") as aside:
-                aside.writelines(f"{line}\n" for line in lines if not _sound(line))
-            scratch = self.path.with_suffix(".new")
-            with scratch.open("w", encoding="utf-8") as file:
-                file.writelines(to_line(record) for record in records.values())
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(self.path)
+            aside = "".join(f"{line}\n" for line in lines if not _sound(line))
+            append(self.folder / "records.broken", aside.encode())
+            with replacing(self.path) as file:
+                file.writelines(to_line(record).encode() for record in records.values())
         elif lines and not self.path.read_bytes().endswith(b"\n"):  # whole but for its end
-            self._append("\n")
-        return broken
+            append(self.path, b"\n")
+        told = [f"{line}: set aside, and its run is done again" for line in broken]
+        return told + self._repair_checkpoints(records)
+
+    def _repair_checkpoints(self, records: dict[str, Record]) -> list[str]:
+        told = []
+        folder = self.folder / "checkpoints"
+        with writing(folder):
+            for path in [*self.folder.glob("records.tmp*"), *folder.glob("*.tmp*")]:
+                path.unlink()
+            for path in folder.glob("*.pt"):
+                if path.stem in records:
+                    path.unlink()
+                elif harm := checkpoints.damage(path):
+                    told.append(f"{path} is damaged ({harm}): its run starts again")
+        return told
 
     def append(self, record: Record) -> None:
-        self._append(to_line(record))
-        self.checkpoint(record.settings).unlink(missing_ok=True)
+        record_checks.check(record)  # or it would be done again whenever it is read
+        append(self.path, to_line(record).encode())
+        with writing(self.folder):
+            self.checkpoint(record.settings).unlink(missing_ok=True)
 
     def log(self, command: str) -> None:
         """Keep the command, once, for the report to say what made it."""
         if command not in self.commands():
-            with (self.folder / "commands.txt").open("a", encoding="utf-8") as file:
-                file.write(f"{command}\n")
+            append(self.folder / "commands.txt", f"{command}\n".encode())
 
     def commands(self) -> list[str]:
-        path = self.folder / "commands.txt"
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-    def _append(self, text: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists()
-        with self.path.open("ab", buffering=0) as file:
-            file.write(text.encode())
-            os.fsync(file.fileno())
-        if new and os.name == "posix":  # the file's name has to survive a power cut too
-            folder = os.open(self.folder, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        return _text(self.folder / "commands.txt").splitlines()
 
     def _lines(self) -> list[str]:
-        if not self.path.exists():
-            return []
         # Split at "\n" only: a torn line may hold any bytes, other line ends among them.
-        text = self.path.read_bytes().decode("utf-8", errors="replace")
-        return [line for line in text.split("\n") if line.strip()]
+        return [line for line in _text(self.path).split("\n") if line.strip()]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """No second sweep may write here meanwhile. The system lets go when the process dies."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / ".lock").open("w")
+            lock = (self.folder / ".lock").open("a")
         except OSError as error:
             raise StudyError(
                 f"--out {self.folder} cannot be written ({error}); use another"
@@ -212,6 +210,15 @@ def existing(folder: Path) -> Runs:
             "give the --out of a sweep or compare"
         )
     return runs
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StudyError(f"{path} cannot be read ({error.strerror}); use another --out") from None
 
 
 def _sound(line: str) -> bool:

@@ -1,22 +1,32 @@
-"""Statistics -> tables, plots, one self-contained page."""
+"""Statistics -> tables, plots, one self-contained page, which page.py lays out."""
 
-import html
 import math
 import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from matplotlib.figure import Figure
-
-from cubegrad.study import figures, statistics
+from cubegrad.study import figures, page, statistics, styles
+from cubegrad.study.files import writing
 from cubegrad.study.methods import METHODS, PAPER, PaperProblem, lr_text
 from cubegrad.study.problem import StudyError
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Estimate, Judge, Summary
 
 Rows = list[list[str]]  # the first one is the head
+
+# What a record that says nothing of its problem stands for.
+UNKNOWN: dict[str, Any] = {
+    "description": "",
+    "metric": "loss",
+    "higher_is_better": False,
+    "unit": "",
+    "paper": "",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ def experiments(records: Iterable[Record]) -> list[Experiment]:
         groups.setdefault(group, []).append(record)
     made = []
     for members in groups.values():
-        about = members[0].about
+        about = UNKNOWN | members[0].about
         judge = Judge(about["metric"], about["higher_is_better"])
         entries = statistics.by_entry(members)
         order = sorted(entries, key=_place)
@@ -72,9 +82,12 @@ def number(point: Estimate | None, unit: str) -> str:
     """`98.7 ± 0.3`, with two digits of the error."""
     if point is None:
         return "–"
+    large = max(abs(point.mean), point.error or 0.0) >= 1e7  # no table has room for its digits
     if not point.error:
-        return f"{point.mean:.2f}" if unit == "%" else f"{point.mean:.4g}"
-    decimals = min(max(1 - math.floor(math.log10(point.error)), 0), 8)
+        return f"{point.mean:.2f}" if unit == "%" and not large else f"{point.mean:.4g}"
+    decimals = 0 if large else max(1 - math.floor(math.log10(point.error)), 0)
+    if large or decimals > 8:
+        return f"{point.mean:.4g} ± {point.error:.2g}"
     return f"{point.mean:.{decimals}f} ± {point.error:.{decimals}f}"
 
 
@@ -90,7 +103,7 @@ def table(experiment: Experiment) -> Rows:
     }
     heads |= {"train_loss": "train loss"}
     head = ["method", "lr", "decay", *(heads[m] for m in shown), "seeds", "search"]
-    labels = figures.names(experiment.summaries)
+    labels = styles.names(experiment.summaries)
     rows = [head + (["paper: lr", "decay", "result"] if paper else [])]
     for summary in experiment.summaries:
         best = _setting(summary)
@@ -140,7 +153,7 @@ def plain(rows: Rows) -> str:
 
 
 def markdown(rows: Rows) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
@@ -183,7 +196,7 @@ def origin(records: Sequence[Record]) -> str:
     )
     minutes = sum(record.seconds for record in records) / 60
     commits = "/".join(_all(records, "commit")) or "none"
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])) or "no date"
     return (
         f"{len(records)} runs, {minutes:.1f} minutes of training on {' / '.join(kinds)}; "
         f"{versions}; commit {commits}; {days}."
@@ -201,92 +214,71 @@ def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ())
     found = experiments(records)
     if not found:
         raise StudyError(f"{folder.parent} has no finished run yet; run the sweep again first")
-    scratch = folder.with_name(f".{folder.name}.new")  # a failure keeps the old report whole
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    texts, pages, prints = [], [], []
-    for experiment in found:
-        rows, name, lines = table(experiment), experiment.name, notes(experiment)
-        arguments = (experiment.summaries, experiment.judge, experiment.unit)
-        counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
-        seeds = " or ".join(map(str, counts))
-        title = f"{experiment.about['description']}: mean of {seeds} seeds ± 2 standard errors"
-        figures.save(figures.curves(*arguments, title), scratch / f"{name}-curves")
-        sensitivity = f"{name}: the search, at each method's best decay"
-        figures.save(figures.lr_figure(*arguments, sensitivity), scratch / f"{name}-lr")
-        pictures = [f"![curves]({name}-curves.png)", f"![learning rates]({name}-lr.png)"]
-        if figures.estimated(experiment.summaries):
-            heading = f"{name}: estimates after each epoch, before the schedule"
-            rates = figures.estimate_figure(experiment.summaries, heading)
-            figures.save(rates, scratch / f"{name}-estimated-lr")
-            pictures.append(f"![estimated learning rates]({name}-estimated-lr.png)")
-        texts.append("\n\n".join([f"# {name}", markdown(rows), *lines, *pictures]))
-        pages.append(_section(experiment, rows, lines))
-        prints.append(plain(rows))
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear(folder)
+        # A failure keeps the old report whole, and a report made meanwhile has a folder of its own.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+            tables = _draft(found, Path(scratch), commands)
+            folder.mkdir(exist_ok=True)
+            for path in Path(scratch).iterdir():
+                path.replace(folder / path.name)
+    return "\n\n".join(map(plain, tables))
+
+
+def _clear(folder: Path) -> None:
+    """Drafts that a kill has left; one of the last hour may be in the making."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _draft(found: Sequence[Experiment], folder: Path, commands: Sequence[str]) -> list[Rows]:
+    """All files of the report; returns the tables."""
+    texts, sections, tables = [], [], []
+    for experiment, stem in zip(found, stems(found), strict=True):
+        rows, lines = table(experiment), notes(experiment)
+        pictures = _draw(experiment, folder / stem)
+        links = [f"![{words}]({quote(file)})" for words, file in pictures.items()]
+        texts.append("\n\n".join([f"# {experiment.name}", markdown(rows), *lines, *links]))
+        drawn = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
+        sections.append(page.section(experiment.name, rows, lines, drawn))
+        tables.append(rows)
     ran = [f"    {command}" for command in commands]
     foot = ["## Commands\n\n" + "\n".join(ran)] if ran else []
-    (scratch / "report.md").write_text("\n\n".join([*texts, *foot]) + "\n", encoding="utf-8")
-    (scratch / "index.html").write_text(_page(pages, commands), encoding="utf-8")
-    folder.mkdir(exist_ok=True)
-    for path in scratch.iterdir():
-        path.replace(folder / path.name)
-    scratch.rmdir()
-    return "\n\n".join(prints)
+    whole = "\n\n".join([*texts, *foot]) + "\n"
+    for name, text in {"report.md": whole, "index.html": page.page(sections, commands)}.items():
+        (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    return tables
 
 
-def _section(experiment: Experiment, rows: Rows, lines: Sequence[str]) -> str:
-    drawn = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
-    shapes = "".join(_pair(row[:2]) for row in drawn)
-    rates = _pair(row[2] for row in drawn)
-    found = [figure for row in drawn for figure in row[3:]]
-    if found:
-        rates += (
-            "<p>A level line is a method that estimates its learning rate.</p>"
-            "<h2>The estimated learning rate</h2>"
-            "<p>After each epoch, before the schedule. A dashed level is the best of MADGRAD's "
-            f"search.</p>{_pair(found)}"
-        )
-    cells = [[html.escape(cell) for cell in row] for row in rows]
-    head = "".join(f"<th>{cell}</th>" for cell in cells[0])
-    body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells[1:])
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    return (
-        f"<h1>{html.escape(experiment.name)}</h1>"
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-        f"<h2>Test, and training loss</h2><p>Bands are ± 2 standard errors.</p>"
-        f"{shapes}"
-        f"<h2>How much the learning rate matters</h2>"
-        f"<p>The runs of the search at each method's best decay; a cross is a diverged run. A line "
-        f"that leaves the plot goes on to worse values.</p>"
-        f"{rates}{said}"
-    )
+def stems(found: Iterable[Experiment]) -> list[str]:
+    """A name for the files of each; those of one problem at two lengths are numbered."""
+    taken: dict[str, str] = {}  # as a file system sees them that does not tell A from a
+    for experiment in found:
+        name, number = experiment.name, 1
+        while name.casefold() in taken:
+            number += 1
+            name = f"{experiment.name}-{number}"
+        taken[name.casefold()] = name
+    return list(taken.values())
 
 
-def _pair(drawn: Iterable[Figure]) -> str:
-    """Side by side where there is room, else below each other."""
-    shapes = "".join(f"<figure>{figures.inline(figure)}</figure>" for figure in drawn)
-    return f'<div class="pair">{shapes}</div>'
-
-
-def _page(sections: Sequence[str], commands: Sequence[str]) -> str:
-    ran = "".join(f"{html.escape(command)}\n" for command in commands)
-    foot = f'<h2>Commands</h2><div class="scroll"><pre>{ran}</pre></div>' if ran else ""
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>cubegrad: comparison</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem;
-  color: #222; background: #fff }}
-h1, h2 {{ line-height: 1.2 }}
-.scroll {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .35rem .7rem; border-bottom: 1px solid #ddd; text-align: left;
-  white-space: nowrap }}
-.pair {{ display: flex; flex-wrap: wrap; gap: 1rem }}
-figure {{ flex: 1 1 20rem; margin: 0; min-width: 0; max-width: 34rem }}
-svg {{ width: 100%; height: auto }}
-</style></head><body>
-{"".join(sections)}{foot}
-</body></html>
-"""
+def _draw(experiment: Experiment, path: Path) -> dict[str, str]:
+    """The plots, beginning with `path`; what each shows, and its file."""
+    arguments = (experiment.summaries, experiment.judge, experiment.unit)
+    counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
+    seeds = " or ".join(map(str, counts))
+    title = f"{experiment.about['description']}: mean of {seeds} seeds ± 2 standard errors"
+    made = {"curves": ("curves", figures.curves(*arguments, title))}
+    heading = f"{experiment.name}: the search, at each method's best decay"
+    made["learning rates"] = ("lr", figures.lr_figure(*arguments, heading))
+    if figures.estimated(experiment.summaries):
+        heading = f"{experiment.name}: estimates after each epoch, before the schedule"
+        rates = figures.estimate_figure(experiment.summaries, heading)
+        made["estimated learning rates"] = ("estimated-lr", rates)
+    files = {}
+    for words, (ending, figure) in made.items():
+        figures.save(figure, path.with_name(f"{path.name}-{ending}"))
+        files[words] = f"{path.name}-{ending}.png"
+    return files

@@ -52,7 +52,7 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
         return flat
     if name == "tenthing":
         stops = [_epoch(part, spec, epochs) for part in argument.split("-")]
-        milestones = [round(stop * steps_per_epoch) for stop in stops]
+        milestones = [round(min(stop * steps_per_epoch, 1e18)) for stop in stops]
         return lambda step: tenthing(step, milestones)
     if name == "sqrt":
         b = _number(argument, spec)
@@ -73,6 +73,8 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
 
 def check(spec: str) -> None:
     """Refuse a text that names no schedule. How long a warm-up may be, `parse` knows."""
+    if not spec.isprintable():  # float would read past a line's end
+        raise _unknown(spec)
     if not spec.startswith("polynomial:"):
         parse(spec, 1, 1)
     else:

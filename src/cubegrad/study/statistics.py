@@ -40,7 +40,7 @@ class Judge:
 def _worth(records: Iterable[Record], metric: str, sign: int) -> float:
     values = [record.last(metric) for record in records]
     known = [value for value in values if value is not None]
-    return sign * sum(known) / len(known) if len(known) == len(values) and known else -math.inf
+    return sign * estimate(known).mean if len(known) == len(values) and known else -math.inf
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,24 @@ class Summary:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    n, mean = len(values), math.fsum(values) / len(values)
+    """The error is inf where it is larger than any float."""
+    n = len(values)
+    # By a power of two, so that nothing is rounded: the square of 1e200 is no float.
+    scale = max((math.frexp(value)[1] for value in values if value), default=0)
+    scaled = [math.ldexp(value, -scale) for value in values]
+    mean = math.fsum(scaled) / n
     if n < 2:
-        return Estimate(mean, None, n)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-    return Estimate(mean, 2 * math.sqrt(variance / n), n)
+        return Estimate(math.ldexp(mean, scale), None, n)
+    variance = math.fsum((value - mean) ** 2 for value in scaled) / (n - 1)
+    error = 2 * math.sqrt(variance / n)
+    return Estimate(math.ldexp(mean, scale), _ldexp(error, scale), n)
+
+
+def _ldexp(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf
 
 
 def by_entry(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -135,12 +148,13 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
     members = [r for r in by_setting(records)[chosen] if not r.settings.hold_out]
     fresh = [r for r in members if r.settings.key not in looked_at] or groups[chosen]
     whole = [record for record in fresh if not record.diverged]
-    metrics = list(whole[0].curve) if whole else []
+    names = list(whole[0].curve) if whole else []
+    metrics = [name for name in names if all(name in record.curve for record in whole)]
     curves = {name: _curve([record.curve[name] for record in whole]) for name in metrics}
     return Summary(
         entry,
         chosen,
-        final={name: curve[-1] for name, curve in curves.items()},
+        final={name: _mean([record.curve[name][-1] for record in whole]) for name in metrics},
         curves=curves,
         lr_curve=lr_curve(groups, chosen[1], judge),
         searched=0 if only else len(tried),
@@ -172,11 +186,13 @@ def lr_curve(
 
 
 def _curve(curves: Sequence[Sequence[float | None]]) -> list[Estimate]:
-    """Epoch by epoch, over the runs; a run that finished has a number everywhere."""
-    return [
-        estimate([value for value in values if value is not None])
-        for values in zip(*curves, strict=True)
-    ]
+    """Epoch by epoch, over the runs, as far as all have it: a problem may leave a metric out."""
+    return [_mean(values) for values in zip(*curves, strict=False)]
+
+
+def _mean(values: Sequence[float | None]) -> Estimate:
+    """A run that finished has a number everywhere."""
+    return estimate([value for value in values if value is not None])
 
 
 def _edges(groups: dict[Setting, list[Record]], chosen: Setting) -> tuple[str, ...]:

@@ -68,6 +68,10 @@ class Plan:
             )
         return values
 
+    def only(self, entry: Entry) -> bool:
+        """Whether there is one setting to try, so that no seed chooses it."""
+        return len(set(self.first_lrs(entry))) == 1 and len(set(self.decays)) == 1
+
     def _are_for(self, entry: Entry) -> bool:
         """Whether a user means `lrs` for this method too: as factors only if all take factors."""
         factors = [methods.estimates(other.method) for other in self.entries]
@@ -142,11 +146,19 @@ class Sweep:
         }
 
     def repeat(self, found: dict[Entry, Setting | None], seeds: int) -> list[Record]:
-        """The best settings with seeds that were not looked at to choose them."""
-        start = self.plan.search_seeds
+        """The best settings with seeds that were not looked at to choose them.
+
+        Where nothing was chosen, the seeds of the search are results like the others, unless it
+        trained without a part of the training set.
+        """
+        plan = self.plan
+
+        def start(entry: Entry) -> int:
+            return 0 if plan.only(entry) and not plan.hold_out else plan.search_seeds
+
         return self.do(
-            self.plan.settings(entry, setting, seed, hold_out=False)
+            plan.settings(entry, setting, seed, hold_out=False)
             for entry, setting in found.items()
             if setting is not None
-            for seed in range(start, start + seeds)
+            for seed in range(start(entry), start(entry) + seeds)
         )

@@ -1,11 +1,10 @@
 """(problem, method, lr, decay, seed) -> Record. A killed run goes on where it was last saved."""
 
 import math
-import os
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import methods, schedules
+from cubegrad.study import checkpoints, methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
+
+TAKEN = ("train_loss", ESTIMATED_LR)  # in a curve, beside the metrics
 
 
 @dataclass(frozen=True)
@@ -49,32 +50,24 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not the process's number, which those of two nodes may share.
-        scratch = path.with_suffix(f".tmp{uuid.uuid4().hex}")
-        with scratch.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        checkpoints.save(path, state)
 
     def load(self, path: Path, settings: Settings) -> None:
-        """Go on from a checkpoint, if there is one that can be read."""
-        try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
-        except Exception:  # a damaged file makes torch raise whatever its bytes happen to spell
-            return
-        if state.get("key") != settings.key:
+        """Go on from a checkpoint, if there is one of these settings that is not damaged."""
+        state = checkpoints.load(path)
+        if state is None or state["key"] != settings.key:
             return
         try:
             self.task.model.load_state_dict(state["model"])
-        except RuntimeError:
+            self.optimizer.load_state_dict(state["optimizer"])
+            for name, kept in self.task.keeps.items():
+                kept.load_state_dict(state["keeps"][name])
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise StudyError(
                 f"{path} is of another model of this name; delete it, or use another --out"
-            ) from None
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name, kept in self.task.keeps.items():
-            kept.load_state_dict(state["keeps"][name])
+            ) from error
         self.curve, self.seconds, self.epoch = state["curve"], state["seconds"], state["epoch"]
 
 
@@ -170,12 +163,34 @@ def _evaluate(problem: Problem, settings: Settings, task: Task) -> dict[str, flo
     task.model.eval()
     with torch.no_grad():
         metrics = task.evaluate(task.model, "valid" if settings.hold_out else "test")
+    who = f"evaluate of problem {problem.name!r} returns"
+    if not isinstance(metrics, Mapping):
+        raise StudyError(f'{who} {metrics!r:.60}; return a dict such as {{"loss": 0.5}}')
     if problem.metric not in metrics:
         raise StudyError(
             f"problem {problem.name!r} is judged by {problem.metric!r} and its evaluate returns "
-            f"{', '.join(metrics) or 'nothing'}; return it too, or name another metric"
+            f"{', '.join(map(str, metrics)) or 'nothing'}; return it too, or name another metric"
         )
-    return metrics
+    for name in metrics:
+        if not isinstance(name, str) or not name.isprintable() or name in TAKEN:
+            raise StudyError(
+                f"{who} a metric named {name!r}; use plain text other than {' and '.join(TAKEN)}"
+            )
+    return {name: _number(value, f"{who} {name}") for name, value in metrics.items()}
+
+
+def _number(value: Any, what: str) -> float:
+    """Any real number, also of numpy's types or as a tensor or array of one."""
+    try:
+        one = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several
+        one = None
+    if not isinstance(one, Real):
+        raise StudyError(f"{what} = {value!r:.60}; return a real number")
+    try:
+        return float(one)
+    except OverflowError:  # a whole number of 400 digits
+        return math.inf
 
 
 def _step(task: Task, optimizer: Optimizer, batch: Any) -> Tensor:

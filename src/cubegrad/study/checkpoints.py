@@ -1,0 +1,93 @@
+"""Checkpoints of runs in progress: written whole, and checked before they are used.
+
+A file is what torch.save writes, followed by a line with the SHA-256 of all before it. The CRC-32s
+in torch's zip would not do: torch.load ignores them, and they leave out the headers of the zip.
+"""
+
+import hashlib
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from cubegrad.study.files import replacing
+from cubegrad.study.problem import StudyError
+
+FIELDS = frozenset({"key", "epoch", "seconds", "curve", "model", "optimizer", "keeps"})
+FOOTER = b"\ncubegrad sha256 %s\n"
+FOOTER_SIZE = len(FOOTER % bytes(64))
+CHUNK = 1 << 20
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # After the disk has refused some bytes, torch complains that they are missing.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.write(FOOTER % _digest(file, file.tell()))
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The state in a checkpoint; None if there is no file, or a damaged one.
+
+    Raises StudyError for a file that is whole and something else.
+    """
+    if not path.exists() or damage(path) is not None:
+        return None
+    sealed = _stored(path) is not None
+    try:
+        state = torch.load(path, weights_only=True)
+    except Exception as error:
+        if sealed and isinstance(error, pickle.UnpicklingError):
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            raise StudyError(
+                f"{path} has {found[1] if found else 'an object'} in it; delete it, and let "
+                "Task.keeps hold tensors, numbers, text, lists and dicts only"
+            ) from None
+        if sealed:
+            raise
+        state = None
+    if not isinstance(state, dict) or not state.keys() >= FIELDS:
+        raise StudyError(f"{path} is not a checkpoint of cubegrad; delete it or use another --out")
+    if not sealed:
+        raise StudyError(
+            f"{path} has no checksum, as an older cubegrad wrote it; delete it, and its run starts "
+            "again, or finish with that version"
+        )
+    return state
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the bytes of a checkpoint, if anything is."""
+    stored = _stored(path)
+    if stored is None:  # a file that was cut short has lost the end of torch's zip too
+        return None if zipfile.is_zipfile(path) else "it is cut short"
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size - FOOTER_SIZE
+        return None if _digest(file, size) == stored else "its checksum does not fit"
+
+
+def _stored(path: Path) -> bytes | None:
+    """The checksum at the end of the file."""
+    with path.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - FOOTER_SIZE, 0))
+        match = re.fullmatch(FOOTER % b"([0-9a-f]{64})", file.read())
+    return match[1] if match else None
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Of the first bytes of the file; it is left behind them."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while chunk := file.read(min(size, CHUNK)):  # nothing, too, if the file was cut meanwhile
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest().encode()

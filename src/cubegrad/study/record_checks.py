@@ -1,0 +1,79 @@
+"""What a line of records.jsonl must be beyond its checksum, which anyone can add to a line."""
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from cubegrad.study.problem import StudyError, check_name
+
+if TYPE_CHECKING:
+    from cubegrad.study.records import Record, Settings
+
+ABOUT = {"description": str, "metric": str, "higher_is_better": bool, "unit": str, "paper": str}
+
+
+def check(record: "Record") -> None:
+    """Raises ValueError. A report then needs to ask no more of a record."""
+    _check_settings(record.settings)
+    if record.status not in ("finished", "diverged"):
+        raise ValueError(f"its status is {record.status!r}")
+    if not _is(record.seconds, float) or not isinstance(record.machine, dict):
+        raise ValueError(f"its seconds are {record.seconds!r}, its machine {record.machine!r}")
+    _check_about(record.about)
+    if not isinstance(record.curve, dict) or "train_loss" not in record.curve:
+        raise ValueError("its curve has no train_loss")
+    for name, values in record.curve.items():
+        _check_text(name)
+        missing = record.status == "diverged"  # only such a run may lack a number
+        if not isinstance(values, list) or not (values or missing):
+            raise ValueError(f"its {name} is {values!r}")
+        if not all(_is(value, float) or (missing and value is None) for value in values):
+            raise ValueError(f"its {name} is not a list of numbers")
+
+
+def _check_settings(settings: "Settings") -> None:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if not _is(value, field.type):
+            raise ValueError(f"its {field.name} is {value!r}")
+        if isinstance(value, str) and field.name != "options":
+            _check_text(value)
+    try:
+        check_name(settings.problem, "problem")
+        check_name(settings.preset, "preset")
+    except StudyError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_about(about: Any) -> None:
+    if not isinstance(about, dict):
+        raise ValueError(f"its about is {about!r}")
+    for name, kind in ABOUT.items():
+        if name in about and not _is(about[name], kind):
+            raise ValueError(f"its {name} is {about[name]!r}")
+    beside = about.get("beside", [])
+    if not isinstance(beside, list) or not all(isinstance(name, str) for name in beside):
+        raise ValueError(f"its beside is {beside!r}")
+    about.get("description", "").encode()  # half of a surrogate pair cannot be written
+    for text in (about.get("metric", ""), about.get("unit", ""), *beside):
+        _check_text(text)
+
+
+def _check_text(text: str) -> None:
+    """Tables show it on a terminal, which obeys control characters."""
+    if not text.isprintable():
+        raise ValueError(f"{text!r} is not plain text")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """JSON has True beside 1, 1 beside 1.0, and Python's reader NaN."""
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of 400 digits
+        return False

@@ -1,0 +1,54 @@
+"""What each line of a plot is called and looks like, and which row of panels it is in."""
+
+from collections.abc import Sequence
+
+from cubegrad.study.methods import METHODS
+from cubegrad.study.statistics import Summary
+
+# Okabe and Ito's, which colour-blind readers can tell apart; the lines differ too, for print.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
+
+
+def names(summaries: Sequence[Summary]) -> dict[str, str]:
+    """What to call each entry: its method, with the schedule where that differs."""
+    several = len({summary.entry.partition("@")[2] for summary in summaries}) > 1
+    labels = {}
+    for summary in summaries:
+        method, _, schedule = summary.entry.partition("@")
+        label = METHODS[method].label if method in METHODS else method
+        labels[summary.entry] = f"{label}, {schedule}" if several else label
+    return labels
+
+
+def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """One row of panels a schedule, as in the paper's figure on dual averaging.
+
+    A method under several schedules is one row: there the schedules are what is compared.
+    """
+    methods = {summary.method for summary in summaries}
+    schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
+    if len(methods) == 1 or len(schedules) == 1:
+        return [list(summaries)]
+    return [[s for s in summaries if s.entry.partition("@")[2] == one] for one in schedules]
+
+
+def style(summaries: Sequence[Summary]) -> dict[str, int]:
+    """A colour and line for each entry; the same method keeps its own from row to row."""
+    keys = [_colour_key(summary, summaries) for summary in summaries]
+    others = [key for key in dict.fromkeys(keys) if key not in FIXED]
+    taken = {FIXED[key] for key in keys if key in FIXED}
+    free = [*range(len(FIXED), len(COLOURS)), *(set(FIXED.values()) - taken)]
+    chosen = {key: free[place % len(free)] for place, key in enumerate(others)} | FIXED
+    return {s.entry: chosen[key] for s, key in zip(summaries, keys, strict=True)}
+
+
+def _colour_key(summary: Summary, summaries: Sequence[Summary]) -> str:
+    return summary.method if len(rows(summaries)) > 1 else _alone(summary, summaries)
+
+
+def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
+    method = summary.method
+    same = [other for other in summaries if other.method == method]
+    return method if len(same) == 1 else summary.entry

@@ -1,0 +1,179 @@
+"""Checkpoints: damage is found before anything of it is used, and a foreign file is told of."""
+
+import datetime
+import errno
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import toy_problem
+from killed import KilledError
+
+from cubegrad.study import StudyError, checkpoints
+from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.train import Place, run
+
+PLACE = Place(save_every=0.0)
+SETTINGS = Settings("toy", "cpu", 4, 16, "madgrad", "flat", 0.05, 1e-4, seed=3)
+STATE = {name: {} for name in checkpoints.FIELDS} | {"model": {"w": torch.arange(64.0)}}
+
+
+def curve(record: Record) -> str:
+    return json.dumps(record.curve)
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return curve(run(toy_problem.problem(), SETTINGS, PLACE))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of a run that was killed after its second epoch."""
+    path, ticks = tmp_path / "one.pt", []
+
+    def tick() -> None:
+        ticks.append(1)
+        if len(ticks) == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        run(toy_problem.problem(), SETTINGS, PLACE, path, tick)
+    return path
+
+
+def resumed(checkpoint: Path) -> str:
+    """The curve of a run that goes on from this file, or that it was refused."""
+    try:
+        return curve(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint))
+    except StudyError as error:
+        return "refused" if "has no checksum" in str(error) else str(error)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Also in the zip's headers and padding, which no checksum of its members covers."""
+    path = tmp_path / "one.pt"
+    checkpoints.save(path, STATE)
+    data = path.read_bytes()
+    got = checkpoints.load(path)
+    assert got is not None
+    assert torch.equal(got["model"]["w"], STATE["model"]["w"])
+    refused = 0
+    for bit in range(8 * len(data)):
+        path.write_bytes(flipped(data, bit))
+        try:
+            assert checkpoints.load(path) is None
+        except StudyError:
+            refused += 1
+    assert 0 < refused <= 8 * checkpoints.FOOTER_SIZE  # all else is whole, and says so
+
+
+def test_a_damaged_checkpoint_never_gives_another_curve(checkpoint: Path, whole: str) -> None:
+    data, draw = checkpoint.read_bytes(), random.Random(0)
+    tensors = data.index(b"data/0")
+    places = [draw.randrange(8 * len(data)) for _ in range(20)]
+    places += [draw.randrange(8 * tensors, 8 * len(data)) for _ in range(20)]
+    for place in places:
+        checkpoint.write_bytes(flipped(data, place))
+        assert resumed(checkpoint) in (whole, "refused")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 0.5, -1, -40, -100])
+def test_a_checkpoint_that_was_cut_short_never_gives_another_curve(
+    kept: float, checkpoint: Path, whole: str
+) -> None:
+    data = checkpoint.read_bytes()
+    checkpoint.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else int(kept)])
+    assert resumed(checkpoint) == (
+        "refused" if kept in (-1, -40) else whole
+    )  # all but its checksum
+
+
+@pytest.mark.parametrize("other", [[1, 2], {"state_dict": {}}, torch.ones(3), None])
+def test_a_foreign_file_is_told_of_and_left_alone(
+    other: object, checkpoint: Path, whole: str
+) -> None:
+    torch.save(other, checkpoint)
+    data = checkpoint.read_bytes()
+    with pytest.raises(StudyError, match=r"one\.pt is not a checkpoint of cubegrad; delete it or"):
+        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
+    assert checkpoint.read_bytes() == data
+    checkpoint.unlink()
+    assert curve(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)) == whole
+
+
+def test_a_checkpoint_of_a_version_without_checksums_is_told_of(checkpoint: Path) -> None:
+    torch.save(torch.load(checkpoint, weights_only=True), checkpoint)
+    with pytest.raises(StudyError, match=r"has no checksum, as an older cubegrad wrote it; delete"):
+        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
+
+
+def test_what_cannot_be_read_back_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "one.pt"
+    checkpoints.save(path, STATE | {"keeps": {"clock": datetime.timedelta(1)}})
+    with pytest.raises(StudyError, match=r"has datetime\.timedelta in it; delete it, and let"):
+        checkpoints.load(path)
+
+
+def test_another_optimizers_state_is_told_of(checkpoint: Path) -> None:
+    state = torch.load(checkpoint, weights_only=True)
+    state["optimizer"] = {"state": {}, "param_groups": []}
+    checkpoints.save(checkpoint, state)
+    with pytest.raises(StudyError, match="is of another model of this name"):
+        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
+
+
+def test_something_to_keep_that_is_not_in_the_checkpoint_is_told_of(checkpoint: Path) -> None:
+    def build(setup):
+        return replace(toy_problem.build(setup), keeps={"scaler": torch.amp.GradScaler("cpu")})
+
+    with pytest.raises(StudyError, match="is of another model of this name"):
+        run(replace(toy_problem.problem(), build=build), SETTINGS, PLACE, checkpoint)
+
+
+@pytest.mark.parametrize("room", [0, 700, 4000])
+def test_a_full_disk_keeps_the_last_checkpoint(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.pt"
+    checkpoints.save(path, STATE)
+    data, save = path.read_bytes(), torch.save
+
+    class Full:
+        def __init__(self, file) -> None:
+            self.file, self.left = file, room
+
+        def write(self, part) -> int:
+            self.left -= len(part)
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(part)
+
+        def flush(self) -> None:
+            self.file.flush()
+
+    monkeypatch.setattr(torch, "save", lambda state, file: save(state, Full(file)))
+    bigger = STATE | {"model": {"w": torch.ones(4096)}}
+    with pytest.raises(StudyError, match=r"one\.pt cannot be written \(No space left on device\);"):
+        checkpoints.save(path, bigger)
+    assert [one.name for one in tmp_path.iterdir()] == ["one.pt"]
+    assert path.read_bytes() == data
+
+
+def test_a_damaged_checkpoint_is_told_of_before_its_run(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    path = runs.checkpoint(SETTINGS)
+    checkpoints.save(path, STATE)
+    assert runs.repair() == []
+    path.write_bytes(flipped(path.read_bytes(), 5000))
+    (told,) = runs.repair()
+    assert told == f"{path} is damaged (its checksum does not fit): its run starts again"
