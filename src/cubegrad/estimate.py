@@ -5,16 +5,16 @@ device, so that no step but the first waits for it.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cubegrad import backends, rule, sharding, states
+from cubegrad import backends, first_estimate, rule, sharding, states
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.backends.prepared import capturing
+from cubegrad.first_estimate import Numbers, coordinates
 from cubegrad.options import Hyper
 
 Group = dict[str, Any]
@@ -130,24 +130,6 @@ class Estimate:
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
 
 
-class Numbers:
-    """The rule's functions of Python's own numbers."""
-
-    @staticmethod
-    def quotient(numerator: float, denominator: float) -> float:
-        return numerator / denominator if denominator > 0 else 0.0
-
-    sqrt = staticmethod(math.sqrt)
-
-    @staticmethod
-    def larger(a: float, b: float) -> float:
-        return b if b > a else a  # a where b is NaN
-
-    @staticmethod
-    def where(condition: bool, a: float, b: float) -> float:
-        return a if condition else b
-
-
 def _moved(
     xp: Any,
     rows: Sequence[Sequence[Any]],
@@ -183,7 +165,7 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
 
     None if those are all 0 or not finite. To know that, it waits for the device.
     """
-    device = _device_of(groups)
+    device = first_estimate.device_of(groups)
     if device is None:
         return None
     if capturing():
@@ -198,8 +180,12 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
         joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
         rows = [row if _begun(row) else joining for row in held]
         return Estimate(groups, torch.stack(rows))
-    first = _first_row(groups, hypers, device)
-    return None if first is None else Estimate(groups, first.repeat(len(groups), 1))
+    begun = first_estimate.begin(groups, hypers, device)
+    if begun is None:
+        return None
+    row = nothing_yet()
+    row[FIELDS.index("distance")], row[FIELDS.index("lr")] = begun
+    return Estimate(groups, row.repeat(len(groups), 1).to(device))
 
 
 def nothing_yet() -> Tensor:
@@ -209,116 +195,6 @@ def nothing_yet() -> Tensor:
 
 def _begun(row: Tensor) -> bool:
     return row[FIELDS.index("distance")].item() > 0
-
-
-def _first_row(
-    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device
-) -> Tensor | None:
-    spreads = dict.fromkeys(sharding.spread(p) for group in groups for p in group["params"])
-    sums = {s: torch.zeros(3, dtype=torch.float64, device=device) for s in spreads}
-    largest = torch.zeros((), dtype=torch.float64, device=device)
-    count = 0
-    for group, h in zip(groups, hypers, strict=True):
-        for param in group["params"]:
-            if param.grad is not None:
-                x, grad = _seen(h, param)
-                scales = rule.first_scales(TorchFunctions, grad.double())
-                moved = scales != 0  # a weight that has no gradient says nothing about a distance
-                squares = torch.where(moved, x.double(), 0.0).square()
-                told = torch.stack([TorchFunctions.total(v) for v in (scales, squares, moved)])
-                sums[sharding.spread(param)] += told.to(device)
-                count += coordinates(param)
-                if scales.numel():
-                    largest = TorchFunctions.larger(largest, scales.max().to(device))
-    totals = torch.stack([sharding.added_up(part, spread) for spread, part in sums.items()]).sum(0)
-    scale_sum, square_sum, moved_count = totals.tolist()
-    if not math.isfinite(scale_sum):
-        _warn_of_damage(hypers)
-        return None
-    if scale_sum == 0:
-        return None
-    distance = rule.first_distance(Numbers, math.sqrt(square_sum / moved_count))
-    mean_scale = scale_sum / count
-    row = nothing_yet()
-    row[FIELDS.index("distance")] = distance
-    row[FIELDS.index("lr")] = lr = rule.estimated_lr(distance, mean_scale)
-    _warn_of_scale(groups, hypers, distance, mean_scale, lr, largest.item() ** 1.5)
-    if moved_count >= 10 and largest.item() > 0.99 * scale_sum:
-        warnings.warn(
-            f"lr='auto' sees one gradient of {largest.item() ** 1.5:.3g} among {moved_count:.0f} "
-            f"that are far smaller, and estimates lr={lr:.3g} for that one: the others will "
-            "hardly move; clip the gradients, or give lr a number",
-            stacklevel=STACK,
-        )
-    return row.to(device)
-
-
-LONG_REST = 100  # steps
-STACK = 7  # levels from a warning here to the line that calls step()
-
-
-def rested(steps: int) -> int:
-    """One step more without a gradient to begin with; tells the user if there are many."""
-    if steps + 1 == LONG_REST:
-        warnings.warn(
-            f"lr='auto' has had no gradient but 0, NaN or inf for {LONG_REST} steps, and no weight "
-            "has moved; check that the loss depends on the parameters",
-            stacklevel=STACK - 2,
-        )
-    return steps + 1
-
-
-def _warn_of_damage(hypers: Sequence[Hyper]) -> None:
-    if hypers[0].found_inf is None:  # else a GradScaler knows
-        warnings.warn(
-            "a gradient is not finite, so lr='auto' has nothing to begin with and no weight "
-            "moves; look for the cause in the loss, or scale it down",
-            stacklevel=STACK,
-        )
-
-
-def _warn_of_scale(
-    groups: Sequence[Group],
-    hypers: Sequence[Hyper],
-    distance: float,
-    mean_scale: float,
-    lr: float,
-    largest: float,
-) -> None:
-    """Gradients that the denominator's eps or the state's dtype is not made for."""
-    typical = mean_scale**1.5  # H
-    root = math.sqrt(distance * typical)  # ∛ν after the first step, at a coordinate with g = H
-    eps = min(h.eps for h in hypers)
-    params = [param for group in groups for param in group["params"]]
-    limits = [torch.finfo(states.dtype_of(param)) for param in params]
-    least = max(limit.tiny for limit in limits)
-    most = min(limit.max for limit in limits)
-    if root < eps / 10:
-        reason = f"the cube root of their squares is {root:.3g}, far below eps={eps:g}"
-        remedy = "scale the loss up, or lower eps"
-    elif root**3 < least:
-        reason = f"their squares are less than {least:.3g}, the smallest number of the state"
-        remedy = "scale the loss up"
-    elif lr * largest * largest > most / 1e6:
-        reason = f"their squares come near {most:.3g}, the largest number of the state"
-        remedy = "scale the loss down, or clip the gradients"
-    else:
-        return
-    warnings.warn(
-        f"the gradients are about {typical:.3g}, at most {largest:.3g}: {reason}, and the weights "
-        f"will hardly move; {remedy}",
-        stacklevel=STACK,
-    )
-
-
-def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
-    """A parameter and its gradient, as the rule will see them."""
-    pair = (sharding.local(param), sharding.gradient(param.grad, param))
-    x, grad = map(states.real, pair)
-    x, grad = (t.to(states.dtype_of(x)) for t in (x, grad))
-    if h.grad_scale is not None:
-        grad = grad / h.grad_scale.to(grad.device)
-    return x, rule.effective_gradient(h, x, grad)
 
 
 def advance(
@@ -384,21 +260,3 @@ def lr_of(row: Tensor) -> float:
     """γ without a group's factor, on the host; nan before the first step."""
     distance, _, lr, *_ = row.tolist()
     return lr if distance > 0 else math.nan
-
-
-def coordinates(param: Tensor) -> int:
-    return param.numel() * (2 if param.is_complex() else 1)
-
-
-def _device_of(groups: Sequence[Group]) -> torch.device | None:
-    """Where the numbers live: with the parameters that have a gradient, all on one device."""
-    params = [param for group in groups for param in group["params"]]
-    live = (param for param in params if param.grad is not None)
-    devices = list(dict.fromkeys(sharding.local(param).device for param in live))
-    if len(devices) > 1:
-        raise ValueError(
-            f"lr='auto' makes one estimate of all parameters, which must be on one device, and "
-            f"these are on {' and '.join(sorted(map(str, devices)))}; build an optimizer for each "
-            "device"
-        )
-    return devices[0] if devices else None

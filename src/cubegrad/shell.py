@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad import backends, estimate, options, rule, sharding, sparse, state_dicts, states
+from cubegrad import (
+    backends,
+    estimate,
+    first_estimate,
+    options,
+    rule,
+    sharding,
+    sparse,
+    state_dicts,
+    states,
+)
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.backends.prepared import Member, Prepared, Repeated, capturing, prepare
 from cubegrad.estimate import Estimate
@@ -207,8 +217,9 @@ class Shell(Optimizer):
         loan = sharding.Loan(group["params"])
         members = []
         for param, shard in zip(group["params"], loan.shards, strict=True):
-            entries = self.state.get(param, {}).items()
-            members.append(Member(param, shard, {k: sharding.local(t) for k, t in entries}))
+            entries = self.state.get(param, {}).items()  # a wrapper's need not be tensors
+            shards = {k: sharding.local(t) for k, t in entries if isinstance(t, Tensor)}
+            members.append(Member(param, shard, shards))
         with loan:
             prepared = prepare(backend.Launch, self._method, members, self.state, layout_of, loan)
         if prepared is not None:
@@ -372,7 +383,7 @@ class Shell(Optimizer):
             self._estimate = estimate.found(self.param_groups, resting)
             self._resting = self._estimate is None
             if self._estimate is None:
-                self._rests = estimate.rested(self._rests)
+                self._rests = first_estimate.rested(self._rests)
                 return resting
             self._rests = 0
         lr = self._estimate.renewed()
