@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     scale: float  # Σ |g|^{2/3}
     square: float  # Σ x² where g is not 0
     moved: float  # how many these are
-    coordinates: int  # with a gradient or a gradient of 0
+    coordinates: int  # with a gradient, be it 0
     largest: float  # |g|^{2/3}, in this process
 
 

@@ -43,8 +43,8 @@ TARGET INLINE BITS NAME(to_bits)(REAL x)
     return bits;
 }
 
-/* a b + c. Only the cube root and the sums may leave the product unrounded, where there is such
-   an instruction. */
+/* a b + c. Only the cube root may leave the product unrounded, where there is such an
+   instruction. */
 TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
 {
 #if !FUSES
@@ -99,14 +99,11 @@ struct NAME(lanes) {
 TARGET INLINE void NAME(add)(struct NAME(lanes) *lanes, int64_t i, REAL weighted, REAL away,
                              REAL s, REAL u, REAL root)
 {
-    int finite = root < (REAL)INFINITY; /* a coordinate that is not counts for nothing */
-    REAL *agreement = &lanes->of[AGREEMENT][i];
-    REAL *product = &lanes->of[PRODUCT][i];
-    REAL *roots = &lanes->of[ROOTS][i];
-    /* λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩ and Σ ∛ν_{k+1} */
-    *agreement = finite ? NAME(fused)(weighted, away, *agreement) : *agreement;
-    *product = finite ? NAME(fused)(s, u, *product) : *product;
-    *roots = finite ? *roots + root : *roots;
+    /* A coordinate whose ν is not finite counts for nothing. */
+    int finite = root < (REAL)INFINITY;
+    lanes->of[AGREEMENT][i] += finite ? weighted * away : 0; /* λ_k ⟨g_k, x_0 - x_k⟩ */
+    lanes->of[PRODUCT][i] += finite ? s * u : 0;             /* ⟨s_{k+1}, x_0 - z_{k+1}⟩ */
+    lanes->of[ROOTS][i] += finite ? root : 0;                /* Σ ∛ν_{k+1} */
 }
 
 TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *restrict sums)
