@@ -181,8 +181,32 @@ def test_a_state_dict_does_not_slow_later_steps():
     journal = prepared(runs[0]).journal
     assert len(journal.lent) == len(SHAPES)
     del saved
-    step(runs, 1)
+    for k in range(1, 5):
+        step(runs, k)
     assert not journal.lent
+
+
+def test_state_that_is_read_all_the_time_is_seldom_taken_back(monkeypatch):
+    """To see who holds it takes longer than to compare it."""
+    (params, optimizer), _ = runs = twins()
+    step(runs, 0)
+    journal = prepared(runs[0]).journal
+    calls = []
+    monkeypatch.setattr(
+        journal, "take_back", lambda take=journal.take_back: (calls.append(1), take())
+    )
+    for k in range(1, 40):
+        assert optimizer.state[params[0]]["step"] == k
+        step(runs, k)
+    assert 3 <= len(calls) <= 8
+    for k in range(40, 1000):
+        step(runs, k)
+        if journal.step - journal.taken_at > 4 * journal.wait:
+            break
+    assert not journal.lent
+    assert optimizer.state[params[0]]["step"] > 40
+    assert journal.wait == 1
+    assert_alike(runs)
 
 
 def test_a_parameter_with_more_elements_than_its_gradient_is_refused():
@@ -246,10 +270,10 @@ def test_the_searches_for_shared_memory_agree():
         written = [room[cut : cut + 10] for cut in sorted({cut // 20 * 20 for cut in cuts[:4]})]
         grads = [room[cut : cut + 5] for cut in cuts[4:]]
         judge = any(overlap.meet(overlap.span(w), overlap.span(g)) for w in written for g in grads)
-        spans = overlap.Written(written, grads)
         addresses = b"".join(g.data_ptr().to_bytes(8, "little") for g in grads)
-        assert spans.meets(addresses) == judge
-        assert overlap.plain_meets(spans.spans, spans.lengths, addresses) == judge
+        told = overlap.spans(written), overlap.lengths(grads), addresses
+        assert overlap.meets(*told) == judge
+        assert overlap.plain_meets(*told) == judge
         assert overlap.any_meet(written, grads) == judge
         seen.add(judge)
     assert seen == {True, False}

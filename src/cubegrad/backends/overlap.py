@@ -41,11 +41,22 @@ def any_meet(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     return False
 
 
-def plain_meets(spans: bytes, lengths: bytes, grads: bytes) -> bool:
-    """Whether any gradient at these addresses, of these lengths, shares memory with the spans."""
+def spans(tensors: Sequence[Tensor]) -> bytes:
+    """The sorted spans of tensors that share no memory with each other, for `meets`."""
+    found = sorted(span(tensor) for tensor in tensors if tensor.numel())
+    return array("q", chain.from_iterable(found)).tobytes()
+
+
+def lengths(tensors: Sequence[Tensor]) -> bytes:
+    """Their lengths in bytes, for `meets`."""
+    return array("q", (end - start for start, end in map(span, tensors))).tobytes()
+
+
+def plain_meets(spans: bytes, lengths: bytes, addresses: bytes) -> bool:
+    """Whether any tensor at these addresses, of these lengths, shares memory with the spans."""
     bounds = array("q", spans)
     starts, ends = bounds[::2], bounds[1::2]
-    for start, length in zip(array("q", grads), array("q", lengths), strict=True):
+    for start, length in zip(array("q", addresses), array("q", lengths), strict=True):
         nearest = bisect_right(ends, start)  # the first span that ends behind its start
         if nearest < len(starts) and length and starts[nearest] < start + length:
             return True
@@ -53,17 +64,3 @@ def plain_meets(spans: bytes, lengths: bytes, grads: bytes) -> bool:
 
 
 meets = plain_meets if look.native is None else look.native.meets
-
-
-class Written:
-    """The spans of tensors that share no memory with each other, to compare gradients with."""
-
-    def __init__(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        spans = sorted(span(tensor) for tensor in tensors if tensor.numel())
-        self.spans = array("q", chain.from_iterable(spans)).tobytes()
-        lengths = (end - start for start, end in map(span, grads))
-        self.lengths = array("q", lengths).tobytes()
-
-    def meets(self, grads: bytes) -> bool:
-        """Whether any gradient at these addresses shares memory with what is written to."""
-        return bool(meets(self.spans, self.lengths, grads))

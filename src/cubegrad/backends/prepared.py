@@ -74,6 +74,7 @@ class Part:
         method: str,
         members: list[Member],
         layout: Sequence[str],
+        written: bytes,
     ) -> None:
         entries = [member.entries for member in members]
         steps, *buffers = [[state[name] for state in entries] for name in ("step", *layout)]
@@ -81,14 +82,15 @@ class Part:
         owners = [member.owner for member in members if member.owner is not member.param]
         self.stepped = params + owners
         grads = [param.grad for param in params if param.grad is not None]
-        state = [tensor for column in (steps, *buffers) for tensor in column]
-        self.written = overlap.Written([*params, *state], grads)
+        self.written, self.lengths = written, overlap.lengths(grads)
         self.signature = look.signature(params, [])
         self.tables: list[tuple[bytes, Any]] = []  # of gradients seen before, the latest first
         self.launch = make(method, params, grads[0].dtype, steps, buffers)
 
     def table(self) -> Any:
         """The gradients' addresses as `run` wants them; None if anything else has changed."""
+        if self.signature is None:
+            return None
         grads = look.addresses(self.params, [], self.signature)
         if grads is None:
             return None
@@ -97,7 +99,7 @@ class Part:
                 if place:
                     self.tables.insert(0, self.tables.pop(place))
                 return table
-        if self.written.meets(grads):
+        if overlap.meets(self.written, self.lengths, grads):
             return None
         table, lasting = self.launch.table(grads)
         if lasting:
@@ -122,6 +124,7 @@ class Prepared:
         members: list[Member],
         layout_of: Callable[[Tensor], Sequence[str]],
         journal: Journal,
+        written: bytes,
         loan: AbstractContextManager[None],
     ) -> None:
         self.group = [member.owner for member in members]
@@ -133,7 +136,9 @@ class Prepared:
             if member.param.grad is not None:
                 key = (member.param.device, member.param.dtype, member.param.grad.dtype)
                 alike.setdefault(key, []).append(member)
-        self.parts = [Part(make, method, part, layout_of(part[0].param)) for part in alike.values()]
+        self.parts = [
+            Part(make, method, part, layout_of(part[0].param), written) for part in alike.values()
+        ]
 
     def tables(self, group: list[Tensor]) -> list[Any] | None:
         """One for each part, or None if the group cannot be stepped as it was prepared."""
@@ -225,10 +230,9 @@ def prepare(
             return None
         layout = layout_of(param)
         buffers = [entries[name] for name in layout if name in entries]
-        if len(buffers) < len(layout) or ("initial_param" in entries) != (
-            "initial_param" in layout
-        ):
-            return None  # x_0 is still to be dropped
+        stale = "initial_param" in entries and "initial_param" not in layout  # to be dropped
+        if stale or len(buffers) < len(layout):
+            return None
         if not lie_alike(param, grad, *buffers):
             return None
         watched[owner] = [entries["step"], *buffers]
@@ -236,7 +240,8 @@ def prepare(
         read.append(grad)
     if overlap.any_meet(written, read):
         return None
-    return Prepared(make, method, members, layout_of, watch(state, watched), loan)
+    journal, spans = watch(state, watched), overlap.spans(written)
+    return Prepared(make, method, members, layout_of, journal, spans, loan)
 
 
 def step_once(

@@ -54,35 +54,42 @@ class Journal:
     def __init__(self) -> None:
         self.changed = False  # an entry was replaced
         self.lent: list[Watched] = []  # whose tensors somebody else may hold
-        self._compared: tuple[list[Tensor], Any] = ([], look.signature([], []))
-        self._steps = 0
+        self.step = 0
+        self.lent_at = self.taken_at = 0  # the steps of the last loan and of the last taking back
+        self.wait = 1  # steps after a loan until it is seen whether it is over
+        self.compared: tuple[list[Tensor], Any] = ([], look.signature([], []))
+
+    def lend(self, watched: "Watched") -> None:
+        if not self.lent and self.step - self.taken_at > 4 * self.wait:
+            self.wait = 1
+        self.lent.append(watched)
+        self.lent_at = self.step
 
     def holds(self) -> bool:
         """Whether every tensor is where it was."""
+        self.step += 1
         if self.changed:
             return False
         if not self.lent:
             return True
-        tensors = [tensor for watched in self.lent for tensor in watched.tensors]
-        if len(tensors) != len(self._compared[0]):
-            joined = look.joined([watched.signature for watched in self.lent])
-            self._compared, self._steps = (tensors, joined), 0
-        if look.addresses([], *self._compared) is None:
+        if len(self.compared[0]) != sum(len(watched.tensors) for watched in self.lent):
+            tensors = [tensor for watched in self.lent for tensor in watched.tensors]
+            self.compared = tensors, look.joined([watched.signature for watched in self.lent])
+            del tensors
+        if look.addresses([], *self.compared) is None:
             return False
-        del tensors
-        self._steps += 1
-        if self._steps & (self._steps - 1) == 0:  # ever more seldom: it takes 2 us a tensor
-            self._take_back()
+        if self.step - self.lent_at >= self.wait:
+            self.take_back()
         return True
 
-    def _take_back(self) -> None:
-        self._compared = ([], look.signature([], []))
-        kept = []
+    def take_back(self) -> None:
+        """See who still holds what: 2 us a tensor, so ever more seldom where it is read often."""
+        self.compared = ([], look.signature([], []))
         for watched in self.lent:
             watched.lent = not watched.is_alone()
-            if watched.lent:
-                kept.append(watched)
-        self.lent = kept
+        self.lent = [watched for watched in self.lent if watched.lent]
+        self.lent_at = self.taken_at = self.step
+        self.wait = min(2 * self.wait, 1024)
 
 
 class Watched(dict[str, Any]):
@@ -101,13 +108,13 @@ class Watched(dict[str, Any]):
         self.tensors = tuple(tensors)
         self.signature = look.signature([], list(tensors))
         self.journal = journal
-        self.lent = True  # until `is_alone` has had a look
-        journal.lent.append(self)
+        self.lent = True  # until it is seen that nobody else holds them
+        journal.lend(self)
 
     def lend(self) -> None:
         if not self.lent:
             self.lent = True
-            self.journal.lent.append(self)
+            self.journal.lend(self)
 
     def is_alone(self) -> bool:
         """Whether nobody but the optimizer can reach these tensors or their storages."""
