@@ -12,9 +12,9 @@ from cubegrad.study.problems import cifar10
 from cubegrad.study.records import Settings
 
 CPU = torch.device("cpu")
-# Fewer than 16 channels into a strided 1x1 convolution in channels_last make oneDNN's backward pass
-# write past its buffer, on CPUs with AVX2 or with several threads (uxlfoundation/oneDNN #6035): with
-# width 4 the tests ended in "double free or corruption".
+# Below 16 channels into a strided 1x1 convolution in channels_last, oneDNN's backward pass writes
+# past its buffer on CPUs without AVX-512, and on others with several threads (uxlfoundation/oneDNN
+# #6035): at width 4 the tests ended in "double free or corruption".
 TINY = {"stages": (1, 1), "bottleneck": False, "width": 16, "last_norm": True, "compile": False}
 
 
