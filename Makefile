@@ -26,7 +26,7 @@ NATIVE := setup.py $(wildcard src/cubegrad/backends/*.[ch])
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,jax,study,problems,ray]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,jax,study,problems,ray,peers]"
 	touch $@
 
 clean:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from scipy import optimize
 from torch import Tensor
+from torch.nn.functional import one_hot as one_hot_rows
 from torch.nn.functional import softplus
 
 from cubegrad import family
@@ -76,6 +78,20 @@ class Problem:
         return torch.randint(len(self.rows), (runs,), generator=generator)
 
 
+def one_hot() -> Problem:
+    """Made like a9a: a row has one 1 per attribute, common and rare values alike, 44 columns."""
+    generator = torch.Generator().manual_seed(0)
+    columns = []
+    for size in (2, 3, 5, 7, 11, 16):
+        often = 0.7 ** torch.arange(size, dtype=torch.float64)
+        values = torch.multinomial(often, 500, replacement=True, generator=generator)
+        columns.append(one_hot_rows(values, size).double())
+    rows = torch.cat(columns, 1)
+    scores = rows @ torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)
+    noise = torch.randn(500, generator=generator, dtype=torch.float64)
+    return Problem("logistic", rows, torch.sign(scores - 1.5 + noise), penalty=1e-3)
+
+
 def a9a() -> Problem:
     """Logistic regression with a little ℓ1: without it some coordinates of x_* are infinite."""
     with lzma.open(A9A, "rt") as file:
@@ -88,6 +104,12 @@ def a9a() -> Problem:
     targets = np.array([float(label) for label, *_ in lines])
     assert rows.shape == (32_561, 123)
     return Problem("logistic", torch.from_numpy(rows), torch.from_numpy(targets), penalty=1e-3)
+
+
+without_a9a = pytest.mark.skipif(not A9A.exists(), reason="a9a is not beside the repository")
+each_sparse = pytest.mark.parametrize(
+    "make", [one_hot, pytest.param(a9a, marks=without_a9a)], ids=["one_hot", "a9a"]
+)
 
 
 def minimise(problem: Problem) -> tuple[Tensor, float]:

@@ -1,6 +1,7 @@
 """lr="auto" on convex problems, with solutions from scipy: what is proved, and what is seen."""
 
 import operator
+from collections.abc import Callable
 
 import convex
 import numpy as np
@@ -70,15 +71,15 @@ def test_the_estimate_stays_below_the_distance(kind: str, seed: int) -> None:
     )
 
 
-@pytest.mark.skipif(not convex.A9A.exists(), reason="a9a is not beside the repository")
-def test_logistic_regression_on_a9a() -> None:
-    problem = convex.a9a()
+@convex.each_sparse
+def test_logistic_regression_on_sparse_rows(make: Callable[[], convex.Problem]) -> None:
+    problem = make()
     best, least = convex.minimise(problem)
-    start = torch.zeros(123, dtype=torch.float64)
+    start = torch.zeros(problem.dimension, dtype=torch.float64)
     value, distances, true = descend(problem, "auto", start, best)
     assert all(map(operator.le, distances, true))
-    assert distances[-1] > 0.1 * true[-1]
-    assert value - least < 0.02 * (problem.value(start).item() - least)
+    assert distances[-1] > 0.1 * true[-1]  # 0.30 of it on the made-up rows, 0.18 on a9a
+    assert value - least < 0.02 * (problem.value(start).item() - least)  # 0.0003 and 0.0004
 
 
 @each_seed

@@ -115,33 +115,40 @@ def final_loss(method, lr, centre, seed):
         return cross_entropy(net(points), labels).item()
 
 
-ORIGIN = [
-    (family.MADGRAD, 1e-3, False),
-    (family.AdaGradDA, 1e-2, False),
-    (family.MADGRAD, 0.1, True),
-]
+SEEDS = 9
+TRAINED = 0.15  # at least a factor of 1.8 from every median measured; ln 2 is chance
 
 
-@pytest.mark.parametrize(("method", "lr", "trains"), ORIGIN)
-def test_centred_at_the_origin_a_network_trains_badly(method, lr, trains):
+@pytest.mark.parametrize(
+    ("method", "lr", "leaves"), [(family.AdaGradDA, 1e-2, False), (family.MADGRAD, 0.1, True)]
+)
+def test_centred_at_the_origin_a_network_trains_badly_unless_the_rate_is_large(method, lr, leaves):
     """At rates that fit from x_0, four hidden layers are drawn to 0, a saddle, at the first step.
 
     The paper reports degraded results and a high risk of divergence. Here nothing overflows:
-    MADGRAD ends at chance, ln 2, with every seed, AdaGrad-DA with most. A rate a hundred
-    times as large takes MADGRAD out of the saddle again.
+    AdaGrad-DA stays in the saddle with some seeds and leaves it late with others. A rate a hundred
+    times that of the next test takes MADGRAD out of it.
+
+    A run of this length magnifies the last bit of a sum, so one seed ends differently on another
+    CPU; medians do not. Over three instruction sets, five groups of nine seeds and eleven inputs
+    perturbed by 1e-7 they are, from x_0 and from the origin, 0.001 to 0.010 and 0.27 to 0.69 for
+    AdaGrad-DA, 0.000 to 0.023 and 0.002 to 0.064 for MADGRAD.
     """
-    losses = {
-        centre: np.array([final_loss(method, lr, centre, seed) for seed in range(5)])
+    medians = {
+        centre: np.median([final_loss(method, lr, centre, seed) for seed in range(SEEDS)])
         for centre in ("x0", "origin")
     }
-    assert np.median(losses["x0"]) < 0.05
-    if trains:
-        assert np.median(losses["origin"]) < 0.05
-    else:
-        assert np.median(losses["origin"]) > 0.4
-        assert losses["x0"].max() < 0.2
-    if (method, lr) == (family.MADGRAD, 1e-3):
-        np.testing.assert_allclose(losses["origin"], math.log(2), atol=1e-3)
+    assert medians["x0"] < TRAINED
+    assert (medians["origin"] < TRAINED) == leaves
+
+
+def test_centred_at_the_origin_madgrad_stays_in_the_saddle_at_a_small_rate():
+    """20 seeds, three instruction sets: at most 4e-4 from ln 2, and below 0.06 from x_0."""
+    for seed in range(5):
+        assert final_loss(family.MADGRAD, 1e-3, "x0", seed) < 0.1
+        assert final_loss(family.MADGRAD, 1e-3, "origin", seed) == pytest.approx(
+            math.log(2), abs=1e-3
+        )
 
 
 def on_the_interval(make, large, small, period, steps, decaying):

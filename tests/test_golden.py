@@ -7,30 +7,37 @@ import numpy as np
 import pytest
 import torch
 from cases import BACKENDS
+from golden import make
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files are not here")
+GOLDEN = np.load(Path(__file__).parent / "golden" / "trajectories.npz")
+METHODS = {"MADGRAD": cases.MADGRAD, "MirrorMADGRAD": cases.MIRROR}
+each_trajectory = pytest.mark.parametrize("name", make.TRAJECTORIES)
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("madgrad_momentum0.9", cases.MADGRAD),
-        ("madgrad_momentum0", cases.MADGRAD),
-        ("madgrad_l2decay0.01", cases.MADGRAD),
-        ("mirror_momentum0.9", cases.MIRROR),
-    ],
-)
+@each_trajectory
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_the_authors_trajectories_are_followed(backend, name, method):
+def test_the_authors_trajectories_are_followed(backend, name):
     if torch.float64 not in backend.dtypes:
         pytest.skip("no float64 on this backend")
-    golden = np.load(GOLDEN / f"{name}.npz")
-    options = {key[4:]: golden[key].item() for key in golden.files if key.startswith("arg_")}
-    param = cases.parameter(torch.from_numpy(golden["x0"]), backend.device)
-    optimizer = cases.build(method, backend, [param], options)
-    for lr, grad, expected in zip(golden["lr"], golden["grads"], golden["x"], strict=True):
+    method, options = make.TRAJECTORIES[name]
+    param = cases.parameter(torch.from_numpy(GOLDEN["x0"]), backend.device)
+    optimizer = cases.build(METHODS[method], backend, [param], options)
+    for lr, grad, expected in zip(GOLDEN["lr"], GOLDEN["grads"], GOLDEN[name], strict=True):
         optimizer.param_groups[0]["lr"] = lr + options["eps"]
-        param.grad = torch.from_numpy(grad).to(backend.device)
+        param.grad = torch.from_numpy(grad).double().to(backend.device)
         optimizer.step()
         np.testing.assert_allclose(cases.numbers(param), expected, rtol=0, atol=1e-10)
+
+
+def test_the_rate_drops_and_one_coordinate_has_no_gradient():
+    assert GOLDEN["lr"][[0, make.DROP - 1, make.DROP]].tolist() == [1e-2, 1e-2, 1e-3]
+    still = (GOLDEN["grads"] == 0).all(0)
+    assert np.flatnonzero(still).tolist() == [make.STILL]
+
+
+@each_trajectory
+def test_the_package_makes_them_again(name):
+    method, options = make.TRAJECTORIES[name]
+    package = pytest.importorskip("madgrad")
+    again = make.trajectory(getattr(package, method), make.inputs(), options)
+    np.testing.assert_allclose(again, GOLDEN[name], rtol=0, atol=1e-12)

@@ -1,6 +1,5 @@
 """Checkpoints of other MADGRAD packages, and the runs that go on from them."""
 
-import importlib.util
 from copy import deepcopy
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import cubegrad
 from cubegrad.interop import convert
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 LR, EPS = 0.05, 1e-3  # an eps that shows wherever it is added
 MIRROR, FLAGLESS = "madgrad, mirror", "madgrad, no flag"
 FLAGS = {
@@ -20,6 +19,7 @@ FLAGS = {
     "pytorch_optimizer": "weight_decouple",
 }
 LAYOUTS = [*FLAGS, FLAGLESS]
+INSTALLED = [layout for layout in LAYOUTS if layout != "timm"]  # timm needs torchvision
 
 
 class Simulated:
@@ -85,18 +85,8 @@ class Real:
 
 
 def package_class(layout):
-    if layout != "timm":
-        module = pytest.importorskip(layout.split(",")[0], exc_type=ImportError)
-        return module.MirrorMADGRAD if layout == MIRROR else module.MADGRAD
-    # The package needs torchvision, this file of it does not.
-    package = importlib.util.find_spec("timm")
-    if package is None:
-        pytest.skip("timm is not installed")
-    path = Path(package.submodule_search_locations[0]) / "optim" / "madgrad.py"
-    spec = importlib.util.spec_from_file_location("timm_madgrad", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.MADGRAD
+    module = pytest.importorskip(layout.split(",")[0], exc_type=ImportError)
+    return module.MirrorMADGRAD if layout == MIRROR else module.MADGRAD
 
 
 def tensors(seed):
@@ -152,30 +142,55 @@ def plain(value):
     return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files are not here")
 def test_the_authors_checkpoint_goes_on_to_where_it_went_in_their_package():
-    before = torch.load(GOLDEN / "official_checkpoint.pt")
-    after = torch.load(GOLDEN / "official_after_25_more_steps.pt")
-    optimizer, params = continued(before["optimizer"], before["params"])
-    assert len(after["grads"]) == 25
-    for grads in after["grads"]:
+    golden = torch.load(GOLDEN / "madgrad_checkpoint.pt")
+    optimizer, params = continued(golden["optimizer"], golden["params"])
+    assert golden["optimizer"]["state"]["k"] == len(golden["grads"][0]) == 25
+    for grads in zip(*golden["grads"], strict=True):
         step(optimizer, params, grads)
     # |x| < 4, so one operation rounds x by up to 2^-23. Theirs rounds it twice a step, ours once,
     # and momentum 0.9 keeps ten steps' worth: 3.6e-6 at worst. Half of that holds the measured
-    # 1.2e-6; an lr without eps would end 4.7e-5 away.
-    assert_same(params, after["params"], atol=1.8e-6)
+    # 3.6e-7; an lr without eps would end 4.6e-5 away.
+    assert_same(params, golden["after"], atol=1.8e-6)
+
+
+TIMM = torch.load(GOLDEN / "timm.pt")
+TIMM_RUNS = [
+    pytest.param(
+        run,
+        goes_on,
+        id=f"{group['momentum']}-{group['weight_decay']}-{run['saved_at']}-{goes_on['change']}",
+    )
+    for run in TIMM["runs"]
+    for group in run["optimizer"]["param_groups"]
+    for goes_on in run["goes_on"]
+]
+
+
+@pytest.mark.parametrize(("run", "goes_on"), TIMM_RUNS)
+def test_a_run_of_timm_goes_on_as_it_did_there(run, goes_on):
+    state_dict = deepcopy(run["optimizer"])
+    state_dict["param_groups"][0].update(goes_on["change"])
+    optimizer, params = continued(state_dict, run["params"], "timm")
+    assert len(optimizer.state) == (2 if run["saved_at"] else 0)
+    for k, expected in enumerate(zip(*goes_on["after"], strict=True), run["saved_at"]):
+        step(optimizer, params, [grad[k] for grad in TIMM["grads"]])
+        assert_same(params, expected, atol=1e-12)
+    assert k == 19
+
+
+KINDS = [(Simulated, layout) for layout in LAYOUTS] + [(Real, layout) for layout in INSTALLED]
 
 
 @pytest.mark.parametrize("lr", [LR, 0.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [Simulated, Real])
+@pytest.mark.parametrize(("kind", "layout"), KINDS)
 def test_a_run_goes_on_as_it_would_have(kind, layout, momentum, weight_decay, lr):
     assert_goes_on(kind(layout, momentum, weight_decay), layout, {"lr": lr})
 
 
-@pytest.mark.parametrize("layout", ["madgrad", "timm", "pytorch_optimizer"])
+@pytest.mark.parametrize("layout", ["madgrad", "pytorch_optimizer"])
 def test_momentum_lowered_to_zero_forgets_x0_as_the_packages_do(layout):
     assert_goes_on(Real(layout), layout, {"momentum": 0.0})
 
@@ -187,8 +202,7 @@ def test_pytorch_optimizer_may_have_a_tensor_lr_and_maximize(lr):
     assert_goes_on(peer, "pytorch_optimizer", {"lr": then}, maximize=True)
 
 
-@pytest.mark.parametrize("layout", FLAGS)
-@pytest.mark.parametrize("kind", [Simulated, Real])
+@pytest.mark.parametrize(("kind", "layout"), [pair for pair in KINDS if pair[1] in FLAGS])
 def test_a_state_dict_from_before_the_first_step_starts_a_run(kind, layout):
     peer = kind(layout)
     optimizer, params = continued(peer.state_dict(), peer.params, layout)

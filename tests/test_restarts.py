@@ -72,7 +72,9 @@ def test_it_learns_and_keeps_two_whole_checkpoints(undisturbed):
     folder, output = undisturbed
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == STEPS // 10
-    assert losses[-1] < losses[0]
+    # Each is of another batch, so single ones scatter by 0.1. The means of three fall by 0.08, with
+    # other initial weights by 0.06 to 0.14.
+    assert sum(losses[-3:]) < sum(losses[:3])
     assert {path.name for path in folder.iterdir()} == {f"step-{STEPS - 10}", f"step-{STEPS}"}
 
 

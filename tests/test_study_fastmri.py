@@ -189,9 +189,10 @@ def test_the_presets_are_the_papers_or_its_fractions():
 
 def test_a_run_learns_and_repeats_itself(small):
     problem, data = small
-    settings = settings_of(epochs=5)
+    settings = settings_of(epochs=12)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
+    # 0.16 to 0.80 of it over six seeds of either kind; 5 epochs left 0.92 with one of them.
     assert record.curve["train_loss"][-1] < 0.9 * record.curve["train_loss"][0]
     assert record.curve["ssim"][-1] > record.curve["ssim"][0]
     assert set(record.curve) == {"train_loss", "loss", "ssim"}
