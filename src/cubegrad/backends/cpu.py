@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cubegrad.backends import look
-from cubegrad.backends.prepared import rows_of, step_once
+from cubegrad.backends.once import step_once
+from cubegrad.backends.prepared import rows_of
 from cubegrad.options import Hyper
 
 if look.native is None:

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cubegrad.backends.prepared import capturing, rows_of, step_once
+from cubegrad.backends.once import step_once
+from cubegrad.backends.prepared import capturing, rows_of
 from cubegrad.backends.triton_kernel import advance_estimate, step_units
 from cubegrad.options import Hyper
 
