@@ -160,7 +160,9 @@ def _moved(
 
 
 @torch.no_grad()
-def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
+def found(
+    groups: Sequence[Group], state: Mapping[Tensor, Any], hypers: Sequence[Hyper]
+) -> Estimate | None:
     """The estimate that the groups hold, or one that begins with the gradients they have now.
 
     None if those are all 0 or not finite. To know that, it waits for the device.
@@ -185,7 +187,14 @@ def found(groups: Sequence[Group], hypers: Sequence[Hyper]) -> Estimate | None:
         return None
     row = nothing_yet()
     row[FIELDS.index("distance")], row[FIELDS.index("lr")] = begun
+    row[FIELDS.index("step")] = _steps_rested(groups, state)
     return Estimate(groups, row.repeat(len(groups), 1).to(device))
+
+
+def _steps_rested(groups: Sequence[Group], state: Mapping[Tensor, Any]) -> float:
+    """k of the parameters: they have counted the steps in which there was no gradient to use."""
+    params = (param for group in groups for param in group["params"])
+    return max((float(state[p]["step"]) for p in params if "step" in state.get(p, {})), default=0.0)
 
 
 def nothing_yet() -> Tensor:

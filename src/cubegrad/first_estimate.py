@@ -68,7 +68,11 @@ def begin(
     distance = rule.first_distance(Numbers, math.sqrt(totals.square / totals.moved))
     mean_scale = totals.scale / totals.coordinates
     lr = rule.estimated_lr(distance, mean_scale)
-    obstacle = _obstacle(groups, hypers, totals, distance, mean_scale, lr)
+    obstacle = _too_small(groups, hypers, distance, mean_scale)
+    if obstacle:  # a rate for them would throw the weights far away when larger ones come
+        _warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
+        return None
+    obstacle = _too_large(groups, totals, lr)
     if obstacle:
         _warn(f"lr='auto' begins with lr={lr:.3g}, and the weights will hardly move: {obstacle}")
     return distance, lr
@@ -106,21 +110,14 @@ def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
     return x, rule.effective_gradient(h, x, grad)
 
 
-def _obstacle(
-    groups: Sequence[Group],
-    hypers: Sequence[Hyper],
-    totals: Totals,
-    distance: float,
-    mean_scale: float,
-    lr: float,
+def _too_small(
+    groups: Sequence[Group], hypers: Sequence[Hyper], distance: float, mean_scale: float
 ) -> str | None:
-    """Gradients that eps, the state's dtype or the mean is not made for."""
-    typical, largest = mean_scale**1.5, totals.largest**1.5
+    """Why gradients of this size would not move a weight."""
+    typical = mean_scale**1.5
     root = math.sqrt(distance * typical)  # ∛ν after the first step, at a coordinate with g = H
     eps = min(h.eps for h in hypers)
-    params = [param for group in groups for param in group["params"] if param.grad is not None]
-    limits = [torch.finfo(states.dtype_of(param)) for param in params]
-    least, most = max(f.tiny for f in limits), min(f.max for f in limits)
+    least = max(limit.tiny for limit in _limits(groups))
     if root < eps / 10:
         return (
             f"the gradients are about {typical:.3g}, and the cube root of their squares, "
@@ -131,6 +128,12 @@ def _obstacle(
             f"the gradients are about {typical:.3g}, and their squares less than {least:.3g}, the "
             "smallest number of the state; scale the loss up"
         )
+    return None
+
+
+def _too_large(groups: Sequence[Group], totals: Totals, lr: float) -> str | None:
+    """Why the largest gradient keeps the others from moving a weight."""
+    largest, most = totals.largest**1.5, min(limit.max for limit in _limits(groups))
     if lr * largest * largest > most / 1e6:  # ν grows as k^{3/2}
         return (
             f"the gradients are at most {largest:.3g}, and their squares come near {most:.3g}, the "
@@ -144,12 +147,17 @@ def _obstacle(
     return None
 
 
+def _limits(groups: Sequence[Group]) -> list[torch.finfo]:
+    params = [param for group in groups for param in group["params"] if param.grad is not None]
+    return [torch.finfo(states.dtype_of(param)) for param in params]
+
+
 def rested(steps: int) -> int:
     """One step more without a gradient to begin with; tells the user if there are many."""
     if steps + 1 == LONG_REST:
         _warn(
-            f"lr='auto' has had no gradient but 0, NaN or inf for {LONG_REST} steps, and no weight "
-            "has moved; check that the loss depends on the parameters"
+            f"lr='auto' has had no gradient that it can begin with for {LONG_REST} steps, and no "
+            "weight has moved; check that the loss depends on the parameters"
         )
     return steps + 1
 

@@ -142,7 +142,8 @@ def after(
         rule.distance(xla, estimate.distance, agreement + decaying, product, roots),
         agreement,
         decaying,
-        jnp.where(weighed, scale, estimate.gradient_scale),
+        # Kept where the sums have overflowed or underflowed: at 0 the estimate would begin again.
+        jnp.where(weighed & (scale > 0) & (scale < jnp.inf), scale, estimate.gradient_scale),
         weight_sum,
     )
     return Estimate(*(v.astype(old.dtype) for v, old in zip(new, estimate, strict=True)))

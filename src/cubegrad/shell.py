@@ -200,7 +200,7 @@ class Shell(Optimizer):
         self._init_group(group, params, [], steps, [], *unused)
         if steps and not (h.found_inf is not None and h.found_inf.item()):
             torch._foreach_add_(steps, 1)
-        self._starts.passed(params, self.state)
+        self._starts.passed(params)
 
     def _prepare(self, group: Group) -> Prepared | None:
         backend = self._backend(group)
@@ -208,8 +208,8 @@ class Shell(Optimizer):
             return None
         if capturing():  # its tables would exist in the graph's replay only
             return None
-        if self._starts.any_open(group["params"]):  # x_0 is still to be read again
-            return None
+        if self._starts.any_open(p for p in group["params"] if p.grad is not None):
+            return None  # x_0 is still to be read again
         spreads = set(map(sharding.spread, group["params"])) if group["auto_lr"] else {None}
         if len(spreads) > 1:  # their sums are added up among different processes
             return None
@@ -267,8 +267,7 @@ class Shell(Optimizer):
         if not torch.compiler.is_compiling():
             sharding.bump_versions(owners)
             self._drop_initial_params(group, h)
-            if self._weight(group) is Weight.NONE:
-                self._starts.passed(owners, self.state)
+            self._starts.passed(owners)
         return idle
 
     def _recover_at_last_eps(self, group: Group) -> None:
@@ -346,7 +345,7 @@ class Shell(Optimizer):
             state = self.state[param]
             if "step" not in state:  # a wrapper may have put an entry of its own there
                 state.update(self._fresh_state(param, group, on_device))
-                self._starts.begin(param, weight)
+                self._starts.begin(param, state, weight)
             elif not capturing():  # a graph would read it again at every replay
                 self._starts.read_again(param, state, weight)
             if on_device and state["step"].device != param.device:
@@ -380,7 +379,7 @@ class Shell(Optimizer):
             return [self._hyper(group) for group in self.param_groups]
         if self._estimate is None or not self._estimate.belongs_to(self.param_groups):
             resting = [self._hyper(group, 0.0) for group in self.param_groups]
-            self._estimate = estimate.found(self.param_groups, resting)
+            self._estimate = estimate.found(self.param_groups, self.state, resting)
             self._resting = self._estimate is None
             if self._estimate is None:
                 self._rests = first_estimate.rested(self._rests)

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Found by name in torch's library. The first six are its stable C interface. The others are C++
+from cubegrad.states import lies_in_storage
+
+# Found by name in torch's library. The first nine are its stable C interface. The others are C++
 # functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tries them.
 FUNCTIONS = (
     *(f"aoti_torch_get_{what}" for what in ("data_ptr", "dtype", "layout", "dim")),
-    *(f"aoti_torch_get_{what}" for what in ("sizes", "strides")),
+    *(f"aoti_torch_get_{what}" for what in ("sizes", "strides", "storage_size")),
+    "aoti_torch_get_storage_offset",
+    "aoti_torch_dtype_element_size",
     "_ZNK3c1010TensorImpl4gradEv",  # c10::TensorImpl::grad
     "_ZN2at6native6is_negERKNS_6TensorE",  # at::native::is_neg
     "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE",  # at::impl::tensor_has_dispatch
@@ -29,16 +33,22 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+
 def plain_signature(params: list[Tensor], state: list[Tensor]) -> Any:
     """Everything that a prepared step relies on, or None if it cannot be relied on."""
-    signature = [(tensor.data_ptr(), *_facts(tensor)) for tensor in state]
+    if any(tensor.is_neg() for tensor in (*params, *state)):
+        return None
+    signature = [(*_place(tensor), *_facts(tensor)) for tensor in state]
     for param in params:
         grad = param.grad
         if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
             return None
-        if grad.shape != param.shape or (param.data_ptr() and not grad.data_ptr()):
+        if grad.shape != param.shape or not lies_in_storage(grad):
             return None
-        signature.append((param.data_ptr(), *_facts(param), *_facts(grad)))
+        signature.append((*_place(param), *_facts(param), *_facts(grad)))
     return signature
 
 

@@ -12,7 +12,7 @@
 /* A handle points at a torch tensor, which is itself one pointer: the number in `_cdata`. */
 typedef void **handle;
 
-/* In the order of FUNCTIONS in look.py. The first six are torch's stable C functions, which turn
+/* In the order of FUNCTIONS in look.py. The first nine are torch's stable C functions, which turn
    exceptions into a status. The next four are C++ functions that throw nothing when they are given
    a defined tensor that is not an inference tensor. */
 static struct {
@@ -22,6 +22,9 @@ static struct {
     int32_t (*dim)(handle, int64_t *);
     int32_t (*sizes)(handle, int64_t **);
     int32_t (*strides)(handle, int64_t **);
+    int32_t (*storage_size)(handle, int64_t *);
+    int32_t (*storage_offset)(handle, int64_t *);
+    size_t (*element_size)(int32_t);
     handle (*grad)(void *);
     _Bool (*is_neg)(handle);
     _Bool (*has_dispatch)(handle); /* of a subclass with __torch_dispatch__ */
@@ -94,7 +97,7 @@ static PyObject *bind(PyObject *self, PyObject *args)
 struct facts {
     void *data;
     int32_t dtype;
-    int64_t dim, *sizes, *strides;
+    int64_t dim, bytes, *sizes, *strides; /* bytes: of the storage */
 };
 
 /* Whether torch answered every question. */
@@ -102,7 +105,7 @@ static int read_facts(handle tensor, struct facts *facts)
 {
     return !torch.dtype(tensor, &facts->dtype) && !torch.dim(tensor, &facts->dim) &&
            !torch.sizes(tensor, &facts->sizes) && !torch.strides(tensor, &facts->strides) &&
-           !torch.data(tensor, &facts->data);
+           !torch.storage_size(tensor, &facts->bytes) && !torch.data(tensor, &facts->data);
 }
 
 /* A growing row of numbers, or the comparison with one that was written before. */
@@ -136,9 +139,9 @@ static int put(struct record *record, const int64_t *words, Py_ssize_t count)
 
 static int put_facts(struct record *record, const struct facts *facts)
 {
-    int64_t head[] = {(int64_t)(intptr_t)facts->data, facts->dtype, facts->dim};
+    int64_t head[] = {(int64_t)(intptr_t)facts->data, facts->bytes, facts->dtype, facts->dim};
     int fine;
-    if ((fine = put(record, head, 3)) != 1 || (fine = put(record, facts->sizes, facts->dim)) != 1)
+    if ((fine = put(record, head, 4)) != 1 || (fine = put(record, facts->sizes, facts->dim)) != 1)
         return fine;
     return put(record, facts->strides, facts->dim);
 }
@@ -151,7 +154,22 @@ static int look_at_state(PyObject *tensor, struct record *record)
     struct facts facts;
     if (implementation == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    return read_facts(&implementation, &facts) ? put_facts(record, &facts) : 0;
+    if (torch.is_neg(&implementation) || !read_facts(&implementation, &facts))
+        return 0;
+    return put_facts(record, &facts);
+}
+
+/* Whether the gradient's storage, which may have been resized, holds all of its elements. They lie
+   densely, as the record's strides say. */
+static int lies_in_storage(handle grad, const struct facts *facts)
+{
+    int64_t offset, count = 1;
+    for (int64_t i = 0; i < facts->dim; i++)
+        count *= facts->sizes[i];
+    if (count == 0)
+        return 1;
+    return facts->data != NULL && !torch.storage_offset(grad, &offset) &&
+           (offset + count) * (int64_t)torch.element_size(facts->dtype) <= facts->bytes;
 }
 
 /* Everything about a parameter and its gradient goes into the record, except the gradient's
@@ -164,7 +182,8 @@ static int look_at_param(PyObject *param, struct record *record, int64_t *addres
         return PyErr_Occurred() ? -1 : 0;
     handle grad = torch.grad(implementation);
     int32_t layout;
-    if (*grad == undefined || torch.has_dispatch(grad) || torch.is_neg(grad))
+    if (*grad == undefined || torch.has_dispatch(grad) || torch.is_neg(grad) ||
+        torch.is_neg(&implementation))
         return 0;
     /* Before asking for an address, which a sparse tensor refuses with a message. */
     if (torch.layout(grad, &layout) || layout != strided)
@@ -174,7 +193,7 @@ static int look_at_param(PyObject *param, struct record *record, int64_t *addres
     size_t bytes = (size_t)p.dim * sizeof(int64_t);
     if (g.dim != p.dim || memcmp(g.sizes, p.sizes, bytes) != 0)
         return 0;
-    if (g.data == NULL && p.data != NULL) /* the gradient's storage has been freed */
+    if (!lies_in_storage(grad, &g))
         return 0;
     *address = (int64_t)(intptr_t)g.data;
     int64_t head[] = {(int64_t)(intptr_t)implementation, g.dtype};

@@ -168,18 +168,18 @@ class Repeated:
 
     def __init__(self) -> None:
         self.prepared: dict[int, tuple[Prepared, Any]] = {}
-        self.states: list[Any] = []  # the values of the optimizer's state when they were prepared
+        self.states: list[Any] = []  # the optimizer's state when they were prepared: keys, values
 
     def ready(self, groups: list[Group], state: Mapping[Tensor, Any]) -> dict[int, Ready]:
         """Those that may be run: same parameters, same state, same choices."""
-        if not look.same(list(state.values()), self.states):
+        if not look.same([*state, *state.values()], self.states):
             self.prepared = {}
         ready = {}
         for index, (prepared, choice) in self.prepared.items():
             group = groups[index] if index < len(groups) else None
             if group is None or _choice(group) != choice:
                 continue
-            tables = prepared.tables(group["params"])
+            tables = prepared.tables(list(group["params"]))
             if tables is not None:
                 ready[index] = Ready(prepared, tables)
         self.prepared = {index: self.prepared[index] for index in ready}
@@ -190,7 +190,7 @@ class Repeated:
             self.prepared[index] = (prepared, _choice(group))
 
     def remember(self, state: Mapping[Tensor, Any]) -> None:
-        self.states = list(state.values())
+        self.states = [*state, *state.values()]
 
 
 def _choice(group: Group) -> tuple[Any, ...]:

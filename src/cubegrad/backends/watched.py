@@ -28,8 +28,9 @@ def _holders(tensors: Sequence[Any]) -> list[tuple[int, ...]]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         uses = _storage_uses(storage._cdata) if _storage_uses else sys.maxsize
-        references = sys.getrefcount(tensor), weakref.getweakrefcount(tensor)
-        found.append((*references, tensor._use_count(), sys.getrefcount(storage), uses))
+        references = sys.getrefcount(tensor), sys.getrefcount(storage)
+        weak = weakref.getweakrefcount(tensor), weakref.getweakrefcount(storage)
+        found.append((*references, *weak, tensor._use_count(), uses))
     return found
 
 
@@ -107,6 +108,9 @@ class Watched(dict[str, Any]):
         """Begin to note, into this journal, what happens to these tensors of the state."""
         self.tensors = tuple(tensors)
         self.signature = look.signature([], list(tensors))
+        known = getattr(self, "journal", journal)
+        if known is not journal:  # of a step that another optimizer may have prepared
+            known.changed = True
         self.journal = journal
         self.lent = True  # until it is seen that nobody else holds them
         journal.lend(self)
@@ -135,6 +139,13 @@ class Watched(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
+    # Of a copy, which holds the tensors as long as somebody holds the view.
+    def items(self) -> Any:
+        return dict(self).items()
+
+    def values(self) -> Any:
+        return dict(self).values()
+
 
 def _noting(name: str, is_change: bool) -> Callable[..., Any]:
     method = getattr(dict, name)
@@ -148,7 +159,7 @@ def _noting(name: str, is_change: bool) -> Callable[..., Any]:
 
 
 # Overriding __iter__ also keeps `dict(watched)` and `{**watched}` from copying past the others.
-for _name in ("__getitem__", "__iter__", "get", "items", "values"):
+for _name in ("__getitem__", "__iter__", "get"):
     setattr(Watched, _name, _noting(_name, is_change=False))
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault"):
     setattr(Watched, _name, _noting(_name, is_change=True))

@@ -95,6 +95,8 @@ def real(tensor: Tensor) -> Tensor:
 
     A view, but of a gradient whose sign is only noted on it, which becomes a copy.
     """
+    if tensor._is_zerotensor():  # has no memory; forward-mode differentiation makes such
+        tensor = tensor.clone()
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -116,8 +118,8 @@ def lie_alike(first: Tensor, *others: Tensor) -> bool:
 
 def lies_in_storage(tensor: Tensor) -> bool:
     """Whether the storage holds every element; one that was resized may not."""
-    if tensor.numel() == 0:
-        return True
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+        return tensor.numel() == 0
     last = sum(stride * (size - 1) for stride, size in _strides(tensor))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return needed <= tensor.untyped_storage().nbytes()

@@ -1,7 +1,8 @@
 """Where a run starts: x_0 (z in the mirror form) is the weight before the first step with a weight.
 
 A step at lr 0 has none. torch.distributed.checkpoint and others make one only to have the state
-allocated, and load the weights afterwards; so until a step has had a weight, x_0 is read again.
+allocated, and load the weights afterwards; so until a step has had a weight, x_0 is read again if
+somebody has changed the weights since.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,9 @@ from cubegrad import sharding
 from cubegrad.states import copy
 
 STARTS = ("initial_param", "z")
-SUMS = ("grad_sum", "grad_sq_sum")
+# Where these are 0 at a coordinate, no step has had a weight there. ν of the mirror form grows at
+# any lr, but there z moves.
+WEIGHED = ("grad_sum", "grad_sq_sum")
 
 
 class Weight(Enum):
@@ -28,66 +31,81 @@ class Weight(Enum):
 
 
 class Mark(NamedTuple):
-    """The start as a step without a weight left it."""
+    """How a parameter and its start were left; sums tell whether they have changed since."""
 
-    start: Tensor
-    version: int
+    start: Tensor  # the very object
+    start_sum: Tensor  # before the step: in the mirror form a weight moves it
+    param_sum: Tensor | None  # after the step; None in a compiled one
 
 
 class Starts:
     """The parameters that may not have had a step with a weight yet."""
 
     def __init__(self) -> None:
-        self.open: dict[Tensor, Mark | None] = {}  # None: only the sums can tell
+        self.open: dict[Tensor, Mark] = {}
 
     @classmethod
     def of(cls, state: Mapping[Any, Any]) -> "Starts":
-        """Of a state that was loaded: those whose sums are all 0."""
+        """Of a state that was loaded: those whose start is still their value."""
         found = cls()
         for param, entries in state.items():
-            if isinstance(param, Tensor) and isinstance(entries, dict) and _name(entries):
-                sums = [sharding.local(entries[name]) for name in SUMS if name in entries]
-                if not any(tensor.is_meta or bool(tensor.any()) for tensor in sums):
-                    found.open[param] = None
+            name = (
+                _name(entries) if isinstance(param, Tensor) and isinstance(entries, dict) else None
+            )
+            if name is None or param.is_meta:
+                continue
+            start, x = sharding.local(entries[name]), sharding.local(copy(param.detach()))
+            if torch.equal(start, x) and bool(_unweighed(entries).all()):
+                found.open[param] = Mark(entries[name], _sum(start), _sum(param))
         return found
 
     def any_open(self, params: Iterable[Tensor]) -> bool:
         return bool(self.open) and any(param in self.open for param in params)
 
-    def read_again(self, param: Tensor, entries: dict[str, Any], weight: Weight) -> None:
-        """Start a parameter that is still open from its value now, before a step of this weight.
+    def begin(self, param: Tensor, entries: dict[str, Any], weight: Weight) -> None:
+        """Of a parameter that gets its state in a step of this weight."""
+        name = _name(entries)
+        if weight is not Weight.SOME and name is not None:
+            self.open[param] = Mark(entries[name], _sum(entries[name]), None)
 
-        One step of an unknown weight is waited for, not more.
+    def read_again(self, param: Tensor, entries: dict[str, Any], weight: Weight) -> None:
+        """Start an open parameter from its value now, if that is not what the last step left.
+
+        One step of an unknown weight is waited for, not more. Nothing is read on the host.
         """
         if param not in self.open:
             return
-        mark = self.open[param] if weight is Weight.NONE else self.open.pop(param)
-        name = _name(entries)
-        if name is None:
-            return
-        start = entries[name]
-        if mark is None:
-            shards = [sharding.local(entries[other]) for other in SUMS if other in entries]
-            untouched = reduce(torch.logical_and, [shard == 0 for shard in shards])
-            x, old = sharding.local(copy(param)), sharding.local(start)
-            entries[name] = sharding.like(torch.where(untouched, x, old), param)
-        elif mark.start is start and mark.version == start._version:
-            entries[name] = copy(param)
-        else:  # somebody has put another start there
-            self.open.pop(param, None)
+        mark, name = self.open.pop(param), _name(entries)
+        if name is None or entries[name] is not mark.start:
+            return  # somebody has put another start there
+        x, old = sharding.local(copy(param)), sharding.local(mark.start)
+        again = (_sum(old) == mark.start_sum) & _unweighed(entries)
+        if mark.param_sum is not None:
+            again = again & (_sum(param) != mark.param_sum)
+        entries[name] = sharding.like(torch.where(again, x, old), param)
+        if weight is Weight.NONE:
+            self.open[param] = Mark(entries[name], _sum(entries[name]), None)
 
-    def begin(self, param: Tensor, weight: Weight) -> None:
-        """Of a parameter that gets its state in a step of this weight."""
-        if weight is not Weight.SOME:
-            self.open[param] = None
-
-    def passed(self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """After a step that is known to have had no weight."""
+    def passed(self, params: Iterable[Tensor]) -> None:
+        """After a step that may have had no weight."""
         for param in params:
-            name = _name(state[param]) if param in self.open else None
-            if name is not None:
-                start = state[param][name]
-                self.open[param] = Mark(start, start._version)
+            if param in self.open:
+                self.open[param] = self.open[param]._replace(param_sum=_sum(param))
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        values = sharding.local(tensor).detach()
+        wide = torch.complex128 if values.is_complex() else torch.float64
+        return values.sum(dtype=wide)
+
+
+def _unweighed(entries: Mapping[str, Any]) -> Tensor:
+    """The coordinates at which no step has had a weight, as far as the sums tell."""
+    shards = [sharding.local(entries[name]) for name in WEIGHED if name in entries]
+    if "grad_sum" not in entries:
+        return torch.ones((), dtype=torch.bool, device=shards[0].device)
+    return reduce(torch.logical_and, [shard == 0 for shard in shards])
 
 
 def _name(entries: Mapping[str, Any]) -> str | None:
