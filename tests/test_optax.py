@@ -1,5 +1,6 @@
 """The JAX twin follows the float64 oracle, and agrees with the PyTorch reference."""
 
+import math
 from functools import cache
 
 import cases
@@ -54,10 +55,19 @@ def scanned(tx, params, grads):
     return jax.jit(lambda *carry: lax.scan(body, carry, grads)[0])(params, tx.init(params))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+# One unit in the last place a step, added up as a random walk: 1.7e-6.
+WALK = math.sqrt(STEPS) * 2.0**-23
+
+
+@pytest.mark.parametrize(
+    # float32 was apart from PyTorch by up to 1.0e-6 and from the oracle by up to 2.3e-6, over two
+    # sets of inputs and XLA for SSE4.2, AVX2 and AVX-512.
+    ("dtype", "apart", "error"),
+    [("float64", 1e-12, 2e-13), ("float32", WALK, 2 * WALK)],
+)
 @each_option
 @each_method
-def test_200_steps_agree_with_pytorch_and_the_oracle(method, options, dtype, tolerance):
+def test_200_steps_agree_with_pytorch_and_the_oracle(method, options, dtype, apart, error):
     chosen, of_torch = OPTIONS[options], jax_cases.DTYPES[dtype]
     starts = [cases.randn((n, 3), of_torch, n) for n in (1, 4, 9)]
     twins = [torch.nn.Parameter(start.clone()) for start in starts]
@@ -78,12 +88,10 @@ def test_200_steps_agree_with_pytorch_and_the_oracle(method, options, dtype, tol
     assert state.count == STEPS
     for start, param, twin, judge in zip(starts, params, twins, judges, strict=True):
         assert param.dtype == dtype
-        # Weights reach 5, where one unit in float32's last place is 5e-7.
         largest = max(1.0, start.abs().max().item(), twin.abs().max().item())
-        apart = np.abs(jax_cases.numbers(param) - cases.numbers(twin)).max()
-        assert apart <= tolerance * largest
-        if dtype == "float64":
-            np.testing.assert_allclose(jax_cases.numbers(param), judge.x, rtol=0, atol=tolerance)
+        found = jax_cases.numbers(param)
+        np.testing.assert_allclose(found, cases.numbers(twin), rtol=0, atol=apart * largest)
+        np.testing.assert_allclose(found, judge.x, rtol=0, atol=error * largest)
 
 
 def check_step(name, old, param, state, judge):
