@@ -53,7 +53,9 @@ def test_a_tiny_loss_says_that_it_cannot_train(backend):
     params, optimizer = bowl(backend)
     with pytest.warns(UserWarning, match="far below eps=1e-06.*scale the loss up"):
         train(params, optimizer, 1, scale=1e-30)
-    assert math.isfinite(optimizer.estimated_lr())
+    # A rate for these gradients would throw the weights away at the next ones.
+    train(params, optimizer, 300)
+    assert distance(params) < 0.5
 
 
 def test_without_eps_a_tiny_loss_is_limited_by_the_states_dtype():
@@ -106,6 +108,18 @@ def test_a_long_rest_is_told():
         train(params, optimizer, 99, scale=0.0)
     with pytest.warns(UserWarning, match="100 steps"):
         train(params, optimizer, 1, scale=0.0)
+
+
+def test_resting_steps_are_counted_in_the_estimate_too():
+    """Or Σλ would not be the sum of the weights that the parameters have had."""
+    param = nn.Parameter(torch.ones(20, dtype=torch.float64))
+    optimizer = MADGRAD([param], lr="auto")
+    for k in range(12):
+        param.grad = torch.full_like(param, float(k > 8))
+        optimizer.step()
+    weights = optimizer.param_groups[0]["estimate"][3]
+    torch.testing.assert_close(optimizer.state[param]["grad_sq_sum"], weights.expand(20))
+    assert optimizer.state[param]["step"] == 12
 
 
 @each_backend

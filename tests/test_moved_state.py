@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import weakref
+from collections import defaultdict
 
 import cases
 import pytest
@@ -129,6 +131,114 @@ def test_who_got_hold_of_a_tensor_may_move_it_much_later(hold):
         step(runs, k)
     assert_alike(runs)
     assert all(bool((tensor == 7).all()) for tensor in others)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda d: d.items(), lambda d: d.values(), lambda d: iter(d.values())]
+)
+def test_a_view_hands_out_tensors_later(view):
+    runs = twins()
+    for k in range(3):
+        step(runs, k)
+    views = [view(optimizer.state[params[3]]) for params, optimizer in runs]
+    for k in range(3, 12):
+        step(runs, k)
+    for one in views:
+        for entry in one:
+            assigned(entry[1] if isinstance(entry, tuple) else entry)
+    others = [torch.full(shape, 7.0) for shape in SHAPES * 3]
+    for k in range(12, 15):
+        step(runs, k)
+    assert_alike(runs)
+    assert all(bool((tensor == 7).all()) for tensor in others)
+
+
+def test_a_weak_reference_to_a_storage_counts():
+    (params, optimizer), _ = runs = twins()
+    step(runs, 0)
+    held = weakref.ref(optimizer.state[params[3]]["grad_sum"].untyped_storage())
+    for k in range(1, 9):
+        step(runs, k)
+    assert [w is optimizer.state[params[3]] for w in prepared(runs[0]).journal.lent] in ([], [True])
+    assert held() is None or prepared(runs[0]).journal.lent
+
+
+def test_two_optimizers_that_share_their_state():
+    runs = twins()
+    for k in range(3):
+        step(runs, k)
+    others = [(params, copy.copy(optimizer)) for params, optimizer in runs]
+    for k in range(3, 6):
+        step(others if k % 2 else runs, k)
+    for params, optimizer in runs:
+        assigned(optimizer.state[params[3]]["grad_sum"])
+    canaries = [torch.full(shape, 7.0) for shape in SHAPES * 3]
+    for k in range(6, 10):
+        step(others if k % 2 else runs, k)
+    assert_alike(runs)
+    assert all(bool((tensor == 7).all()) for tensor in canaries)
+
+
+def test_state_that_changes_places():
+    runs = twins(shapes=[(5,), (5,)])
+    for k in range(3):
+        step(runs, k)
+    for (a, b), optimizer in runs:
+        state = optimizer.state
+        optimizer.state = defaultdict(dict, {b: state[a], a: state[b]})
+    for k in range(3, 6):
+        step(runs, k)
+    assert_alike(runs)
+
+
+def test_a_group_whose_list_became_a_tuple():
+    runs = twins()
+    for k in range(4):
+        step(runs, k)
+        for _, optimizer in runs:
+            group = optimizer.param_groups[0]
+            group["params"] = tuple(group["params"])
+    assert_alike(runs)
+
+
+@pytest.mark.parametrize("of", ["grad_sum", "grad"])
+def test_a_storage_that_became_smaller_is_refused(of):
+    """Even where it stays at its address."""
+    param = torch.nn.Parameter(torch.ones(400))
+    optimizer = MADGRAD([param])
+    for _ in range(3):
+        param.grad = torch.ones(400)
+        optimizer.step()
+    tensor = param.grad if of == "grad" else optimizer.state[param][of]
+    tensor.untyped_storage().resize_(64)
+    with cases.no_change(param), pytest.raises(ValueError, match="storage of 64 bytes"):
+        optimizer.step()
+
+
+def test_a_gradient_without_memory_is_zero():
+    """As forward-mode differentiation makes them."""
+    runs = twins()
+    for k in range(4):
+
+        def arrange(params, _, k=k):
+            if k % 2:
+                params[1].grad = torch._efficientzerotensor(tuple(params[1].shape))
+
+        step(runs, k, arrange)
+    assert_alike(runs)
+
+
+def test_weights_that_are_negated_in_place():
+    runs = twins()
+    for k in range(4):
+
+        def arrange(params, _, k=k):
+            if k == 2:
+                params[1].data = torch._neg_view(params[1].data.clone())
+
+        step(runs, k, arrange)
+    for one, other in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(one.resolve_neg(), other.resolve_neg(), rtol=1e-5, atol=1e-6)
 
 
 READS = {

@@ -449,6 +449,19 @@ def test_a_damaged_coordinate_does_not_stop_the_estimate(value):
     assert jnp.isfinite(jnp.delete(moved, 3)).all()
 
 
+@pytest.mark.parametrize("damaged", [np.nan, 0.0])
+def test_the_distance_never_falls(damaged):
+    """Neither where all of ν is damaged, nor where the gradients' scale overflows."""
+    tx, x = madgrad("auto"), jnp.linspace(-1.0, 1.0, 41, dtype=jnp.float32)
+    state, step, seen = tx.init(x), stepper(tx), []
+    for k in range(30):
+        grad = (x - 3) * jnp.float32(10.0 ** min(3 * k, 37) if damaged == 0 else 1.0)
+        x, state = step(x, state, jnp.full_like(x, damaged) if damaged and k == 9 else grad)
+        seen.append(float(state.estimate.distance))
+    assert seen == sorted(seen)
+    assert seen[0] > 0
+
+
 def test_a_huge_weight_without_a_gradient_says_nothing():
     seen = []
     for last in (1e30, 0.15):

@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 from cases import BACKENDS
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from cubegrad import MADGRAD, MirrorMADGRAD
@@ -134,6 +134,104 @@ def test_a_checkpoint_saved_in_between_starts_alike(cls):
     load(params, pretrained()[1:])
     train(params, again, 1)
     assert all(float((start - pretrained()[1]).abs().max()) < 1 for start in starts(params, again))
+
+
+@each_class
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_dry_step_may_have_gradients(cls, rate, loaded):
+    """ν of the mirror form grows with them, and says nothing about a weight."""
+    if loaded and isinstance(rate, torch.Tensor):
+        return
+    runs = []
+    for dry in (True, False):
+        params = params_of([torch.full((3,), -9.0)])
+        lr = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = cls(params, lr=lr)
+        if dry:
+            params[0].grad = torch.full((3,), 1e-3)
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.0) if lr is not rate else 0.0
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = lr
+        if dry and loaded:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = cls(params, lr=lr)
+            optimizer.load_state_dict(saved)
+        load(params, [torch.full((3,), 10.0)])
+        if dry:
+            optimizer.state[params[0]]["step"].zero_()
+            optimizer.state[params[0]]["grad_sq_sum"].zero_()
+        train(params, optimizer, 5)
+        runs.append(params[0].detach())
+    torch.testing.assert_close(*runs)
+
+
+@each_class
+@pytest.mark.parametrize("put", [Tensor.copy_, lambda t, v: t.data.copy_(v)], ids=["copy", "data"])
+def test_a_state_that_is_restored_by_hand_after_a_dry_step(cls, put):
+    params = params_of(pretrained())
+    optimizer = cls(params, lr=0.1)
+    train(params, optimizer, 6)
+    saved = copy.deepcopy([(p.detach(), dict(optimizer.state[p])) for p in params])
+    train(params, optimizer, 6)
+    again = params_of(pretrained())  # the same x_0, so that only the sums tell
+    other = cls(again, lr=0.1)
+    dry_step(again, other)
+    for param, (value, entries) in zip(again, saved, strict=True):
+        put(param.detach(), value)
+        for name, kept in entries.items():
+            put(other.state[param][name], kept)
+    train(again, other, 6)
+    for param, expected in zip(again, params, strict=True):
+        assert torch.equal(param, expected)
+
+
+@each_class
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_tensor_without_gradients_resumes_bit_for_bit(cls, dtype):
+    """Decoupled decay moves x_0 in float32, and x in its own dtype."""
+    options = {"lr": 0.005, "weight_decay": 0.5, "decoupled_weight_decay": True}
+    runs = []
+    for rate, split in ((0.005, 0), (0.005, 20), (torch.tensor(0.005), 0)):
+        param = nn.Parameter(torch.full((4,), 1.3, dtype=dtype))
+        optimizer = cls([param], **options | {"lr": rate})
+        for k in range(40):
+            if split and k == split:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = cls([param], **options)
+                optimizer.load_state_dict(saved)
+            param.grad = torch.full_like(param, float(k >= 30))
+            optimizer.step()
+        runs.append(param.detach())
+    assert torch.equal(runs[0], runs[1])
+    torch.testing.assert_close(runs[0], runs[2])
+
+
+def test_a_tensor_rate_has_the_slope_of_a_number():
+    """Reading x_0 again must not lead autograd past it."""
+    slopes = []
+    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        theta = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        param = torch.ones((), dtype=torch.float64).clone().requires_grad_()
+        moved = param * 1.0
+        optimizer = MADGRAD([param], lr=rate, eps=1e-2, differentiable=True)
+        optimizer.param_groups[0]["params"][0] = moved
+        for k, grad in enumerate((theta, 2 * theta + 0.3, 3 * theta + 0.3)):
+            moved.grad = grad
+            optimizer.step()
+            assert optimizer.state[moved]["step"] == k + 1
+        slopes.append(torch.autograd.grad(moved, theta)[0])
+    torch.testing.assert_close(*slopes)
+
+
+def test_a_parameter_that_stays_open_does_not_keep_its_group_from_repeating():
+    params = params_of([torch.ones(3), torch.ones(4)])
+    optimizer = MADGRAD(params, lr=0.1, fused=True)
+    dry_step(params, optimizer)
+    for _ in range(2):
+        params[0].grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer._repeated.prepared
 
 
 @each_class
