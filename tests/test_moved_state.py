@@ -381,14 +381,19 @@ def test_the_searches_for_shared_memory_agree():
         grads = [room[cut : cut + 5] for cut in cuts[4:]]
         judge = any(overlap.meet(overlap.span(w), overlap.span(g)) for w in written for g in grads)
         addresses = b"".join(g.data_ptr().to_bytes(8, "little") for g in grads)
-        told = overlap.spans(written), overlap.lengths(grads), addresses
+        spans = [overlap.span(w) for w in written], [overlap.span(g) for g in grads]
+        told = overlap.packed(spans[0]), overlap.lengths(grads), addresses
         assert overlap.meets(*told) == judge
         assert overlap.plain_meets(*told) == judge
-        assert overlap.any_meet(written, grads) == judge
+        assert overlap.any_meet(*spans) == judge
         seen.add(judge)
     assert seen == {True, False}
-    assert overlap.any_meet([room[:5], room[4:8]], [])
-    assert not overlap.any_meet([room[:5]], [room[5:9], room[6:10], room[:0]])
+    assert overlap.any_meet([(0, 5), (4, 8)], [])
+    assert not overlap.any_meet([(0, 5)], [(5, 9), (6, 10), (0, 0), (3, 3)])
+    assert overlap.span(room.view(10, 100)[2:4, 5:9]) == (
+        room.data_ptr() + 4 * 205,
+        room.data_ptr() + 4 * 309,
+    )
 
 
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}, {"foreach": True}], ids=str)

@@ -44,8 +44,8 @@ def step_once(
 
 def _batches(rows: list[Row]) -> list[list[Row]]:
     """Rows that one launch may take: of one device and dtype; one by one if they share memory."""
-    written = [tensor for param, _, *state in rows for tensor in (param, *state)]
-    if overlap.any_meet(written, [row[1] for row in rows]):
+    written = [overlap.span(tensor) for param, _, *state in rows for tensor in (param, *state)]
+    if overlap.any_meet(written, [overlap.span(row[1]) for row in rows]):
         return [[_apart(row)] for row in rows]
     alike: dict[Any, list[Row]] = {}
     for row in rows:

@@ -14,11 +14,11 @@ Span = tuple[int, int]
 
 def span(tensor: Tensor) -> Span:
     """The addresses from the first to past the last byte of a strided tensor."""
-    if tensor.numel() == 0:
-        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
 
 
@@ -26,12 +26,14 @@ def meet(a: Span, b: Span) -> bool:
     return a[0] < b[1] and b[0] < a[1]
 
 
-def any_meet(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+def any_meet(written: Sequence[Span], read: Sequence[Span]) -> bool:
     """Whether a tensor that is written to shares memory with any other one."""
-    spans = [(*span(tensor), True) for tensor in written]
-    spans += [(*span(tensor), False) for tensor in read]
+    spans = [(start, end, True) for start, end in written]
+    spans += [(start, end, False) for start, end in read]
     written_end = read_end = 0
     for start, end, is_written in sorted(spans):
+        if start == end:
+            continue
         if start < written_end or (is_written and start < read_end):
             return True
         if is_written:
@@ -41,14 +43,14 @@ def any_meet(written: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     return False
 
 
-def spans(tensors: Sequence[Tensor]) -> bytes:
-    """The sorted spans of tensors that share no memory with each other, for `meets`."""
-    found = sorted(span(tensor) for tensor in tensors if tensor.numel())
-    return array("q", chain.from_iterable(found)).tobytes()
+def packed(spans: Sequence[Span]) -> bytes:
+    """Spans of tensors that share no memory with each other, for `meets`."""
+    apart = sorted((start, end) for start, end in spans if start < end)
+    return array("q", chain.from_iterable(apart)).tobytes()
 
 
 def lengths(tensors: Sequence[Tensor]) -> bytes:
-    """Their lengths in bytes, for `meets`."""
+    """In bytes, for `meets`."""
     return array("q", (end - start for start, end in map(span, tensors))).tobytes()
 
 

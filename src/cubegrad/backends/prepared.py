@@ -216,7 +216,8 @@ def prepare(
     be now; plain parameters have their own.
     """
     live = [member for member in members if member.owner.grad is not None]
-    written, read = [], []
+    written: list[overlap.Span] = []
+    read: list[overlap.Span] = []
     watched = {}
     for owner, param, entries in live:
         grad = param.grad
@@ -232,9 +233,9 @@ def prepare(
         if not lie_alike(param, grad, *buffers):
             return None
         watched[owner] = [entries["step"], *buffers]
-        written += [param, *watched[owner]]
-        read.append(grad)
+        written += map(overlap.span, (param, *watched[owner]))
+        read.append(overlap.span(grad))
     if overlap.any_meet(written, read):
         return None
-    journal, spans = watch(state, watched), overlap.spans(written)
-    return Prepared(make, method, members, layout_of, journal, spans, loan)
+    journal = watch(state, watched)
+    return Prepared(make, method, members, layout_of, journal, overlap.packed(written), loan)

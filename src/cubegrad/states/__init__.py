@@ -120,9 +120,13 @@ def lies_in_storage(tensor: Tensor) -> bool:
     """Whether the storage holds every element; one that was resized may not."""
     if tensor.numel() == 0 or tensor.data_ptr() == 0:
         return tensor.numel() == 0
-    last = sum(stride * (size - 1) for stride, size in _strides(tensor))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return needed <= tensor.untyped_storage().nbytes()
+    offset = tensor.storage_offset() * tensor.element_size()
+    if tensor.is_contiguous():
+        needed = tensor.nbytes
+    else:
+        last = sum(stride * (size - 1) for stride, size in _strides(tensor))
+        needed = (last + 1) * tensor.element_size()
+    return offset + needed <= tensor.untyped_storage().nbytes()
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
