@@ -25,6 +25,8 @@ def step_once(
     buffers: Sequence[list[Tensor]],
 ) -> None:
     """Any tensors, once: with tables for the occasion, and copies of what does not lie densely."""
+    # Forward-mode differentiation makes zeros that have no memory.
+    grads = [grad.clone() if grad._is_zerotensor() else grad for grad in grads]
     rows = list(zip(params, grads, steps, *buffers, strict=True))
     for row in rows:
         _check(*row)

@@ -95,8 +95,6 @@ def real(tensor: Tensor) -> Tensor:
 
     A view, but of a gradient whose sign is only noted on it, which becomes a copy.
     """
-    if tensor._is_zerotensor():  # has no memory; forward-mode differentiation makes such
-        tensor = tensor.clone()
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
