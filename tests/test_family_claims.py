@@ -116,7 +116,7 @@ def final_loss(method, lr, centre, seed):
 
 
 SEEDS = 9
-TRAINED = 0.15  # at least a factor of 1.8 from every median measured; ln 2 is chance
+TRAINED = 0.15  # a factor of 1.8 from every median measured from the origin; ln 2 is chance
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_centred_at_the_origin_a_network_trains_badly_unless_the_rate_is_large(m
         centre: np.median([final_loss(method, lr, centre, seed) for seed in range(SEEDS)])
         for centre in ("x0", "origin")
     }
-    assert medians["x0"] < TRAINED
+    assert medians["x0"] < 0.05
     assert (medians["origin"] < TRAINED) == leaves
 
 

@@ -1,11 +1,11 @@
 """The state of parameters whose step is prepared, watched for changes.
 
 A prepared step knows its tensors by address, and a user may move one between steps: by
-`.data = `, `set_()`, `share_memory_()`, or by putting another in its place. To compare every
-tensor of the state at every step would cost more than everything else that the host does: in a
-step of 2,000 small tensors 250 of 420 us, cache misses mostly. But nobody can move a tensor
-without getting hold of it first. So the dicts note what they hand out, and a tensor is compared
-from then on, until only the optimizer holds it again.
+`.data = `, `set_()`, `share_memory_()`, or by putting another in its place. Comparing every tensor
+of the state at every step was measured at 250 us for 2,000 parameters on one core of an EPYC,
+cache misses mostly, where the whole step took 420. But nobody can move a tensor without getting
+hold of it first. So the dicts note what they hand out, and a tensor is compared from then on,
+until only the optimizer holds it again.
 """
 
 import sys
