@@ -22,7 +22,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-NATIVE := setup.py $(wildcard src/cubegrad/backends/*.[ch])
+NATIVE := setup.py $(wildcard src/cubegrad/backends/native/*.[ch])
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)

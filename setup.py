@@ -7,14 +7,14 @@ from setuptools import Extension, setup
 # Python's limited interface makes one build serve every version from 3.11 on; a Python without a
 # global lock does not have it.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
-NATIVE = "src/cubegrad/backends"
+NATIVE = "src/cubegrad/backends/native"
 
 setup(
     ext_modules=[
         Extension(
-            "cubegrad.backends._native",
-            [f"{NATIVE}/native.c", f"{NATIVE}/cpu.c"],
-            depends=[f"{NATIVE}/{name}" for name in ("cpu.h", "cpu_level.h", "cpu_kernels.h")],
+            "cubegrad.backends.native._native",
+            [f"{NATIVE}/module.c", f"{NATIVE}/step.c"],
+            depends=[f"{NATIVE}/{name}" for name in ("step.h", "level.h", "kernels.h")],
             extra_compile_args=[
                 *("-O3", "-std=c11", "-pthread", "-Wall", "-Wextra"),
                 # A step at lr 0 would move by the rounding of a product that is not rounded.

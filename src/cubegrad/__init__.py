@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cubegrad import backends, family, interop, theory
-    from cubegrad.optimizer import MADGRAD, MirrorMADGRAD
+    from cubegrad.optim import MADGRAD, MirrorMADGRAD
 
 __version__ = "0.1.0"
 __all__ = ["MADGRAD", "MirrorMADGRAD", "__version__", "backends", "family", "interop", "theory"]
@@ -17,7 +17,7 @@ __all__ = ["MADGRAD", "MirrorMADGRAD", "__version__", "backends", "family", "int
 
 def __getattr__(name: str) -> Any:
     if name in ("MADGRAD", "MirrorMADGRAD"):
-        value = getattr(importlib.import_module("cubegrad.optimizer"), name)
+        value = getattr(importlib.import_module("cubegrad.optim"), name)
     elif name in ("backends", "family", "interop", "theory"):
         value = importlib.import_module(f"cubegrad.{name}")
     else:

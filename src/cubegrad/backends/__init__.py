@@ -20,23 +20,23 @@ from torch import Tensor
 from cubegrad.backends import eager, foreach
 
 NATIVE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-FUSED = {"cpu": "cpu", "cuda": "triton"}  # by the type of device
+FUSED = {"cpu": "native", "cuda": "triton"}  # by the type of device
 
 
 @cache
 def _load(name: str) -> ModuleType | str:
     """The backend, or why there is none."""
     try:
-        return importlib.import_module(f"cubegrad.backends.{name}")
+        return importlib.import_module(f"cubegrad.backends.{name}.launch")
     except ImportError as error:
-        remedy = "reinstall where there is a C compiler" if name == "cpu" else "install triton"
+        remedy = "reinstall where there is a C compiler" if name == "native" else "install triton"
         return f"not available: {error}; {remedy}"
 
 
 def available() -> dict[str, str]:
     """Each backend, and "available" or the reason why it is not."""
     fused = {
-        "cpu": _load("cpu"),
+        "cpu": _load("native"),
         "triton": _load("triton") if torch.cuda.is_available() else "not available: no CUDA device",
     }
     found = {name: it if isinstance(it, str) else "available" for name, it in fused.items()}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cubegrad import rule
 from cubegrad.options import Hyper
-from cubegrad.states import dtype_of
+from cubegrad.state.layout import dtype_of
 
 
 class TorchFunctions:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cubegrad import rule
 from cubegrad.options import Hyper
-from cubegrad.states import dtype_of
+from cubegrad.state.layout import dtype_of
 
 # Lists of the state's dtype alive at the rule's peak, measured over all options: the two
 # new sums, a displacement in the making, shrunk copies, and copies of half-precision input.

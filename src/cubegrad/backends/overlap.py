@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from cubegrad.backends import look
+from cubegrad.backends.native import tensors as look
 
 Span = tuple[int, int]
 

@@ -1,0 +1,1 @@
+"""The C backend: one fused, threaded pass over CPU tensors."""

@@ -1,0 +1,330 @@
+/* The loops of a step, for one real type at one level of instructions. level.h includes this
+   file for each type. But for the last bit of the cube root every level rounds alike, since the
+   compiler may not contract a product and a sum. All that a loop calls is INLINE: left to choose,
+   the compiler made a call of a cube root, and no vectors. */
+
+#define PASTE(name, type, level) name##_##type##_##level
+#define EXPAND(name, type, level) PASTE(name, type, level)
+#define NAME(name) EXPAND(name, REAL, LEVEL)
+
+/* GUESS: a third of the exponent, with a constant that centres the error, which is within 4 %. */
+#if WIDE
+#define REAL double
+#define BITS uint64_t
+#define SMALLEST DBL_MIN
+#define UP 0x1p54
+#define ROOT_UP 0x1p18
+#define TURNS 2
+#define GUESS(bits) ((uint64_t)(1430186334 - (int32_t)((int32_t)((bits) >> 32) * (1 / 3.0))) << 32)
+#else
+#define REAL float
+#define BITS uint32_t
+#define SMALLEST FLT_MIN
+#define UP 0x1p24f
+#define ROOT_UP 0x1p8f
+#define TURNS 1
+#define GUESS(bits) (uint32_t)(1419900350 - (int32_t)((float)(int32_t)(bits) * (1 / 3.0f)))
+#endif
+
+/* Addresses need not be multiples of the size: a tensor may view the middle of a file. */
+typedef REAL NAME(at) __attribute__((aligned(1), may_alias));
+
+TARGET INLINE REAL NAME(from_bits)(BITS bits)
+{
+    REAL x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+TARGET INLINE BITS NAME(to_bits)(REAL x)
+{
+    BITS bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* a b + c. Only the cube root may leave the product unrounded, where there is such an
+   instruction. */
+TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
+{
+#if !FUSES
+    return a * b + c;
+#elif WIDE
+    return __builtin_fma(a, b, c);
+#else
+    return __builtin_fmaf(a, b, c);
+#endif
+}
+
+/* ∛x for x ≥ 0 within an ulp, with no division: p = 1/∛x from a guess through the exponent, then
+   x p² and a last turn of Newton's rule on its residual. The order of the products keeps each
+   within the range of exponents. */
+TARGET INLINE REAL NAME(cbrt)(REAL x)
+{
+    const REAL third = (REAL)(1 / 3.0);
+    REAL y = x < SMALLEST ? x * UP : x; /* a subnormal number has no exponent to guess by */
+    REAL p = NAME(from_bits)(GUESS(NAME(to_bits)(y)));
+    for (int turn = 0; turn < TURNS; turn++) {
+        REAL lack = NAME(fused)(-(p * y * p), p, 1); /* this turn cubes it */
+        p = NAME(fused)(p * lack, NAME(fused)(lack, (REAL)(2 / 9.0), third), p);
+    }
+    if (!WIDE) /* and this one squares it */
+        p = NAME(fused)(p * third, NAME(fused)(-(p * y * p), p, 1), p);
+    REAL root = p * y * p;
+    root = NAME(fused)(NAME(fused)(-(root * root), root, y), p * p * third, root);
+    root = x < SMALLEST ? root * (1 / ROOT_UP) : root;
+    return x < (REAL)INFINITY ? root : x;
+}
+
+/* s / (∛ν + ε), 0 where the denominator cannot be inverted. */
+TARGET INLINE REAL NAME(displacement)(REAL s, REAL root, REAL eps)
+{
+    REAL inverse = 1 / (root + eps);
+    return s * (inverse == (REAL)INFINITY ? 0 : inverse);
+}
+
+struct NAME(constants) {
+    REAL weight; /* λ_k; in the mirror form γ (k+1)^{1/3} */
+    REAL fade;   /* in the mirror form √(k/(k+1)) */
+    REAL c;      /* 1 - momentum */
+    REAL shrink, eps, decay, sign;
+};
+
+/* Sums of up to FOLD elements, side by side: the compiler may not add in another order to make a
+   vector of one sum. */
+struct NAME(lanes) {
+    REAL of[SUMS][LANES];
+};
+
+TARGET INLINE void NAME(add)(struct NAME(lanes) *lanes, int64_t i, REAL weighted, REAL away,
+                             REAL s, REAL u, REAL root)
+{
+    /* A coordinate whose ν is not finite counts for nothing. */
+    int finite = root < (REAL)INFINITY;
+    lanes->of[AGREEMENT][i] += finite ? weighted * away : 0; /* λ_k ⟨g_k, x_0 - x_k⟩ */
+    lanes->of[PRODUCT][i] += finite ? s * u : 0;             /* ⟨s_{k+1}, x_0 - z_{k+1}⟩ */
+    lanes->of[ROOTS][i] += finite ? root : 0;                /* Σ ∛ν_{k+1} */
+}
+
+TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *restrict sums)
+{
+    REAL *from = lanes->of[0];
+    double *to = sums->of[0];
+    for (int j = 0; j < SUMS * LANES; j++) {
+        to[j] += from[j];
+        from[j] = 0;
+    }
+}
+
+/* Of gradient, parameter and state, what the step starts from. PLAIN: without decay, maximize or
+   a GradScaler, which spares a tenth of the instructions. */
+#define LOSS(g) (plain ? (g) : (g) * h.sign)
+#define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (p) * h.decay)
+#define SHRUNK(x) (plain ? (x) : (x) * h.shrink)
+
+TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
+                                 NAME(at) *restrict param, const NAME(at) *restrict grad,
+                                 NAME(at) *restrict grad_sum, NAME(at) *restrict grad_sq_sum,
+                                 const NAME(at) *restrict initial_param,
+                                 struct NAME(lanes) *restrict lanes)
+{
+    for (int64_t i = 0; i < n; i++) {
+        REAL x = SHRUNK(param[i]), x0 = SHRUNK(initial_param[i]);
+        REAL g = EFFECTIVE(grad[i], param[i]);
+        REAL s = SHRUNK(grad_sum[i]) + g * h.weight; /* s_{k+1} = s_k + λ_k g_k */
+        REAL v = grad_sq_sum[i] + g * h.weight * g;  /* ν_{k+1} = ν_k + λ_k g_k² */
+        REAL root = NAME(cbrt)(v);
+        REAL u = NAME(displacement)(s, root, h.eps);
+        REAL z = x0 - u; /* z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε) */
+        if (lanes)
+            NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, initial_param[i] - param[i], s, u, root);
+        grad_sum[i] = s;
+        grad_sq_sum[i] = v;
+        param[i] = x - (x - z) * h.c; /* x_{k+1} = (1-c) x_k + c z_{k+1} */
+    }
+}
+
+/* Without momentum x is z, which moves by the change of the displacement. */
+TARGET INLINE void NAME(without_momentum)(int plain, struct NAME(constants) h, int64_t n,
+                                          NAME(at) *restrict param, const NAME(at) *restrict grad,
+                                          NAME(at) *restrict grad_sum,
+                                          NAME(at) *restrict grad_sq_sum,
+                                          struct NAME(lanes) *restrict lanes)
+{
+    for (int64_t i = 0; i < n; i++) {
+        REAL x = SHRUNK(param[i]);
+        REAL g = EFFECTIVE(grad[i], param[i]);
+        REAL s = SHRUNK(grad_sum[i]) + g * h.weight;
+        REAL v = grad_sq_sum[i] + g * h.weight * g;
+        REAL old = NAME(displacement)(grad_sum[i], NAME(cbrt)(grad_sq_sum[i]), h.eps);
+        REAL root = NAME(cbrt)(v);
+        REAL u = NAME(displacement)(s, root, h.eps);
+        REAL move = u - SHRUNK(old);
+        if (lanes) /* old is x_0 - x_k */
+            NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, old, s, u, root);
+        grad_sum[i] = s;
+        grad_sq_sum[i] = v;
+        param[i] = x - move; /* x_{k+1} = z_{k+1} */
+    }
+}
+
+TARGET INLINE void NAME(mirror_madgrad)(int plain, struct NAME(constants) h, int64_t n,
+                                        NAME(at) *restrict param, const NAME(at) *restrict grad,
+                                        NAME(at) *restrict grad_sq_sum, NAME(at) *restrict dual)
+{
+    for (int64_t i = 0; i < n; i++) {
+        REAL x = SHRUNK(param[i]);
+        REAL g = EFFECTIVE(grad[i], param[i]);
+        REAL v = grad_sq_sum[i] * h.fade + g * g; /* ν_{k+1} = √(k/(k+1)) ν_k + g_k² */
+        REAL move = NAME(displacement)(g * h.weight, NAME(cbrt)(v), h.eps);
+        REAL z = SHRUNK(dual[i]) - (move + 0); /* z_{k+1} = z_k - γ (k+1)^{1/3} g_k / (∛ν + ε) */
+        grad_sq_sum[i] = v;
+        dual[i] = z;
+        param[i] = x - (x - z) * h.c;
+    }
+}
+
+/* n elements of one tensor. */
+TARGET INLINE void NAME(update)(int plain, const struct job *job, struct NAME(constants) h,
+                                int64_t n, NAME(at) *param, const NAME(at) *grad, NAME(at) *a,
+                                NAME(at) *b, NAME(at) *c)
+{
+    if (job->method == MIRROR_MADGRAD)
+        NAME(mirror_madgrad)(plain, h, n, param, grad, a, b);
+    else if (c == NULL)
+        NAME(without_momentum)(plain, h, n, param, grad, a, b, NULL);
+    else
+        NAME(madgrad)(plain, h, n, param, grad, a, b, c, NULL);
+}
+
+/* The same, MADGRAD only, in strips as wide as the lanes. */
+TARGET INLINE void NAME(update_and_add)(int plain, struct NAME(constants) h, int64_t n,
+                                        NAME(at) *param, const NAME(at) *grad, NAME(at) *a,
+                                        NAME(at) *b, NAME(at) *c, struct NAME(lanes) *lanes)
+{
+    int64_t i = 0, rest = n % LANES;
+    if (c == NULL) {
+        for (; i < n - rest; i += LANES)
+            NAME(without_momentum)(plain, h, LANES, param + i, grad + i, a + i, b + i, lanes);
+        NAME(without_momentum)(plain, h, rest, param + i, grad + i, a + i, b + i, lanes);
+    } else {
+        for (; i < n - rest; i += LANES)
+            NAME(madgrad)(plain, h, LANES, param + i, grad + i, a + i, b + i, c + i, lanes);
+        NAME(madgrad)(plain, h, rest, param + i, grad + i, a + i, b + i, c + i, lanes);
+    }
+}
+
+TARGET static void NAME(load)(REAL *restrict to, const char *restrict from, enum kind kind,
+                              int64_t n)
+{
+    const half_at *halves = (const half_at *)from;
+    const float_at *singles = (const float_at *)from;
+    const double_at *doubles = (const double_at *)from;
+    switch (kind) {
+    case HALF:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)from_half(halves[i]);
+        break;
+    case BFLOAT16:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)from_bfloat16(halves[i]);
+        break;
+    case SINGLE:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)singles[i];
+        break;
+    case DOUBLE:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)doubles[i];
+        break;
+    }
+}
+
+TARGET static void NAME(store)(char *restrict to, const REAL *restrict from, enum kind kind,
+                               int64_t n)
+{
+    half_at *halves = (half_at *)to;
+    for (int64_t i = 0; i < n; i++)
+        halves[i] = kind == HALF ? to_half((float)from[i]) : to_bfloat16((float)from[i]);
+}
+
+/* Elements begin..end of one tensor. */
+TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end,
+                                  struct lanes *sums)
+{
+    const struct row *row = &job->rows[index];
+    const struct numbers *n = &job->numbers;
+    double k = *row->step;
+    struct NAME(constants) h = {
+        .c = (REAL)(1 - n->momentum),
+        .shrink = (REAL)n->shrink,
+        .eps = (REAL)n->eps,
+        .decay = (REAL)n->weight_decay,
+        .sign = (REAL)n->sign,
+        .weight = (REAL)(n->lr * (job->method == MADGRAD ? sqrt(k + 1) : cbrt(k + 1))),
+        .fade = (REAL)sqrt(k / (k + 1)),
+    };
+    int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
+    REAL x[CHUNK], g[CHUNK];
+    struct NAME(lanes) lanes = {0};
+    for (int64_t at = begin; at < end; at += CHUNK) {
+        int64_t count = at + CHUNK < end ? CHUNK : end - at;
+        char *param = (char *)row->param + at * WIDTH[job->param];
+        const char *grad = (const char *)job->grads[index] + at * WIDTH[job->grad];
+        NAME(at) *a = (NAME(at) *)row->a + at;
+        NAME(at) *b = (NAME(at) *)row->b + at;
+        NAME(at) *c = row->c ? (NAME(at) *)row->c + at : NULL;
+        if (at + AHEAD + CHUNK <= row->size) {
+            prefetch(param + AHEAD * WIDTH[job->param], CHUNK * WIDTH[job->param]);
+            prefetch(grad + AHEAD * WIDTH[job->grad], CHUNK * WIDTH[job->grad]);
+            prefetch(a + AHEAD, CHUNK * sizeof(REAL));
+            prefetch(b + AHEAD, CHUNK * sizeof(REAL));
+            if (c)
+                prefetch(c + AHEAD, CHUNK * sizeof(REAL));
+        }
+        NAME(at) *p = (NAME(at) *)param;
+        const NAME(at) *gradient = (const NAME(at) *)grad;
+        if (job->param != job->state) {
+            NAME(load)(x, param, job->param, count);
+            p = x;
+        }
+        if (job->grad != job->state) {
+            NAME(load)(g, grad, job->grad, count);
+            gradient = g;
+        }
+        if (plain && sums)
+            NAME(update_and_add)(1, h, count, p, gradient, a, b, c, &lanes);
+        else if (plain)
+            NAME(update)(1, job, h, count, p, gradient, a, b, c);
+        else if (sums)
+            NAME(update_and_add)(0, h, count, p, gradient, a, b, c, &lanes);
+        else
+            NAME(update)(0, job, h, count, p, gradient, a, b, c);
+        for (int64_t i = 0; c && i < count && h.shrink != 1; i++)
+            c[i] *= h.shrink;
+        if (job->param != job->state)
+            NAME(store)(param, x, job->param, count);
+        if (sums && (at + CHUNK >= end || (at - begin) % FOLD == FOLD - CHUNK))
+            NAME(fold)(&lanes, sums);
+    }
+}
+
+TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        to[i] = NAME(cbrt)(from[i]);
+}
+
+#undef LOSS
+#undef EFFECTIVE
+#undef SHRUNK
+#undef PASTE
+#undef EXPAND
+#undef NAME
+#undef REAL
+#undef BITS
+#undef SMALLEST
+#undef UP
+#undef ROOT_UP
+#undef TURNS
+#undef GUESS

@@ -1,0 +1,133 @@
+"""Check that nothing but the gradients' addresses changed since a step was prepared.
+
+This is most of what a fused step costs the host, so there is a quick way in C and a plain one.
+"""
+
+import ctypes
+import importlib
+from array import array
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cubegrad.state.layout import lies_in_storage
+
+# Found by name in torch's library. The first nine are its stable C interface. The others are C++
+# functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tries them.
+FUNCTIONS = (
+    *(f"aoti_torch_get_{what}" for what in ("data_ptr", "dtype", "layout", "dim")),
+    *(f"aoti_torch_get_{what}" for what in ("sizes", "strides", "storage_size")),
+    "aoti_torch_get_storage_offset",
+    "aoti_torch_dtype_element_size",
+    "_ZNK3c1010TensorImpl4gradEv",  # c10::TensorImpl::grad
+    "_ZN2at6native6is_negERKNS_6TensorE",  # at::native::is_neg
+    "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE",  # at::impl::tensor_has_dispatch
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",  # torch::autograd::impl::bump_version
+)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def plain_signature(params: list[Tensor], state: list[Tensor]) -> Any:
+    """Everything that a prepared step relies on, or None if it cannot be relied on."""
+    if any(tensor.is_neg() for tensor in (*params, *state)):
+        return None
+    signature = [(*_place(tensor), *_facts(tensor)) for tensor in state]
+    for param in params:
+        grad = param.grad
+        if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
+            return None
+        if grad.shape != param.shape or not lies_in_storage(grad):
+            return None
+        signature.append((*_place(param), *_facts(param), *_facts(grad)))
+    return signature
+
+
+def plain_addresses(params: list[Tensor], state: list[Tensor], signature: Any) -> bytes | None:
+    """The gradients' addresses if everything else is as in the signature, else None."""
+    if plain_signature(params, state) != signature:
+        return None
+    return array("q", (param.grad.data_ptr() for param in params)).tobytes()  # type: ignore[union-attr]
+
+
+def joined(signatures: list[Any]) -> Any:
+    """The signature of tensors of state, from those of some of them each."""
+    if signatures and isinstance(signatures[0], bytes):
+        return b"".join(signatures)
+    return [facts for signature in signatures for facts in signature]
+
+
+def plain_bump_versions(params: list[Tensor]) -> None:
+    """Tell autograd that these tensors were written to."""
+    torch.autograd.graph.increment_version(params)
+
+
+def plain_same(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _offset() -> int:
+    """Where a tensor's object keeps the number in `_cdata`; 0 if that cannot be told."""
+    probes: list[Any] = [torch.zeros(1), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2).t()]
+    for place in range(object.__basicsize__, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p)):
+        found = [ctypes.c_void_p.from_address(id(probe) + place).value for probe in probes]
+        if found == [probe._cdata for probe in probes]:
+            return place
+    return 0
+
+
+def _library() -> ctypes.CDLL:
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (folder / name).exists():
+            return ctypes.CDLL(str(folder / name))
+    raise OSError(f"no libtorch_cpu in {folder}")
+
+
+def _bind(native: Any) -> None:
+    """Give the extension torch's functions by address."""
+    library = _library()
+    addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in FUNCTIONS]
+    parallel = getattr(library, "torch_parallel_for", None)  # since torch 2.10
+    addresses.append(parallel and ctypes.cast(parallel, ctypes.c_void_p).value)
+    layout = library.aoti_torch_layout_strided()
+    native.bind(Tensor, _offset(), layout, tuple(addresses), torch.ones(1))
+    _probe(native)
+
+
+def _probe(native: Any) -> None:
+    """Refuse a torch whose C++ functions do not do what their names say."""
+    param, state = torch.nn.Parameter(torch.ones(2)), [torch.ones(2)]
+    found = [native.signature([param], state)]
+    for grad in (torch.ones(2), torch._neg_view(torch.ones(2))):
+        param.grad = grad
+        found.append(native.signature([param], state))
+    version = param._version
+    native.bump_versions([param])
+    seen = [signature is not None for signature in found]
+    if (seen, param._version) != ([False, True, False], version + 1):
+        raise OSError(f"torch {torch.__version__} has functions of other meanings")
+
+
+native: Any = None
+signature, addresses, same = plain_signature, plain_addresses, plain_same
+bump_versions = plain_bump_versions
+missing = ""
+try:
+    native = importlib.import_module("cubegrad.backends.native._native")
+    same = native.same
+    _bind(native)
+    signature, addresses = native.signature, native.addresses
+    bump_versions = native.bump_versions
+except (ImportError, AttributeError, OSError) as error:  # not built here, or another torch
+    missing = str(error)

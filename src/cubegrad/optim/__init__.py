@@ -1,0 +1,89 @@
+"""The two optimizers: which rule each runs, and what its arguments mean."""
+
+from typing import Unpack
+
+from torch import Tensor
+
+from cubegrad.optim import auto
+from cubegrad.optim.base import Flags, Params, Shell
+
+
+class MADGRAD(Shell):
+    r"""MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
+
+    Algorithm 1 of the paper, with :math:`\lambda_k = \gamma_k \sqrt{k+1}`:
+
+    .. math::
+        s_{k+1} = s_k + \lambda_k g_k, \quad \nu_{k+1} = \nu_k + \lambda_k g_k^2, \quad
+        z_{k+1} = x_0 - s_{k+1} / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
+        x_{k+1} = (1-c) x_k + c z_{k+1}
+
+    Args:
+        params: tensors, named tensors or groups, as any torch optimizer takes them.
+        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor; or "auto", an
+            experiment: it is estimated, and the groups' `lr`, 1 unless given, is a factor on it
+            that a scheduler may change. `estimated_lr()` tells what it has come to.
+        momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
+            float32 parameter (half precision keeps it). A float or a tensor.
+        weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
+        eps: ε, added to the cube root and nowhere else. At 0, a coordinate that has had no
+            gradient yet stays where it started.
+        decoupled_weight_decay: shrink x and z by 1 - lr * weight_decay a step, as AdamW does.
+        decoupled_lr: shrink them by 1 - weight_decay * lr / (the group's first lr) instead,
+            which does not depend on the size of lr; implies decoupled decay.
+        maximize: ascend.
+        foreach, fused: pick the backend as in torch; both None takes the fastest that fits.
+        capturable: keep the step count on the device and never read a tensor on the host.
+        differentiable: let autograd run through `step`.
+    """
+
+    _method = "madgrad"
+
+    def estimated_lr(self) -> float:
+        """What lr="auto" has come to, without any group's factor, for logging; nan before a step.
+
+        Reading it waits for the device.
+        """
+        group = self.param_groups[0]
+        if not group["auto_lr"]:
+            raise RuntimeError(
+                f"estimated_lr() needs lr='auto', and this optimizer has lr={group['lr']}; read "
+                "param_groups[0]['lr']"
+            )
+        return auto.lr_of(group["estimate"])
+
+
+class MirrorMADGRAD(Shell):
+    r"""The mirror-descent form of MADGRAD, as the authors' package has it.
+
+    MADGRAD weighs :math:`g_i^2` by :math:`\gamma\sqrt{i+1}`. Divide its sum by
+    :math:`\gamma\sqrt{k+1}` and the weights become relative to the newest gradient's:
+
+    .. math:: \nu_{k+1} = \sqrt{k/(k+1)}\, \nu_k + g_k^2
+
+    so that MADGRAD's denominator is :math:`\gamma^{1/3} (k+1)^{1/6} \sqrt[3]{\nu_{k+1}}`. Its
+    newest term :math:`\gamma \sqrt{k+1}\, g_k` over that denominator is
+    :math:`\gamma^{2/3} (k+1)^{1/3} g_k / \sqrt[3]{\nu_{k+1}}`. Mirror descent moves z by this
+    newest term and leaves the older ones as they were added; the constant
+    :math:`\gamma^{2/3}` is called lr:
+
+    .. math::
+        z_{k+1} = z_k - \gamma (k+1)^{1/3} g_k / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
+        x_{k+1} = (1-c) x_k + c z_{k+1}
+
+    Nothing pulls back to x_0, so decoupled decay simply shrinks z and x. Arguments as for
+    `MADGRAD`, with eps 0 by default; sparse gradients are refused, since ν changes everywhere.
+    """
+
+    _method = "mirror_madgrad"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        momentum: float | Tensor = 0.9,
+        weight_decay: float = 0.0,
+        eps: float = 0.0,
+        **flags: Unpack[Flags],
+    ) -> None:
+        super().__init__(params, lr, momentum, weight_decay, eps, **flags)

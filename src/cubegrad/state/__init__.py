@@ -1,0 +1,1 @@
+"""What is kept for a parameter, and how it is saved and loaded."""

@@ -1,0 +1,172 @@
+"""A state dict checked against the parameters it is for, before anything changes."""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cubegrad import options, sharding
+from cubegrad.state import state_dict as state_dicts
+from cubegrad.state.layout import LAYOUTS, OPTIONAL, counter, real, zeros
+
+Group = dict[str, Any]
+State = dict[Any, Any]
+
+# Options that a group of ours always has, and a group of no other optimizer has all of.
+OURS = ("lr", "momentum", "weight_decay", "eps", "decoupled_weight_decay")
+FOREIGN = "load a checkpoint of another MADGRAD package through cubegrad.interop.convert"
+
+
+class Loaded(NamedTuple):
+    state: State
+    groups: list[Group]
+
+
+def checked(
+    method: str, groups: list[Group], defaults: dict[str, Any], state_dict: dict[str, Any]
+) -> Loaded:
+    """Copies of the state dict's values, in the form the optimizer keeps them."""
+    new_groups, new_state = state_dicts.parts(state_dict)
+    saved = [_group(defaults, new) for new in new_groups]
+    owner = state_dicts.owners(groups, saved)
+    _check_auto(method, groups, saved)
+    state: State = dict(state_dicts.shared(new_state, owner, "grad_sq_sum"))
+    checks = state_dicts.Checks()
+    for key, values in new_state.items():
+        if key in owner:
+            param, new = owner[key]
+            state[param] = _state(method, key, param, new, values, checks)
+    checks.run()
+    for group, new in zip(groups, saved, strict=True):
+        new["params"] = group["params"]
+        if "param_names" in group:
+            new.setdefault("param_names", group["param_names"])
+    return Loaded(state, saved)
+
+
+def _group(defaults: dict[str, Any], new: Group) -> Group:
+    missing = [name for name in OURS if name not in new]
+    if missing:
+        raise ValueError(
+            f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
+            f"has {sorted(map(str, new))}: {FOREIGN}"
+        )
+    group = defaults | {"auto_lr": False} | deepcopy(new)  # as in checkpoints from before it
+    group.setdefault("reference_lr", options.number("lr", group["lr"]))
+    group.setdefault("last_eps", group["eps"])
+    options.check(group)
+    if group["auto_lr"]:
+        group["estimate"] = _estimate(group.get("estimate"))
+    return group
+
+
+def _estimate(value: Any) -> Tensor:
+    found = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
+    if found.shape == (5,) and not found.is_complex():
+        distance, _, lr, weight_sum, step = found.tolist()
+        counted = step >= 0 and step % 1 == 0
+        # The rate and the weights may be inf or NaN: they diverge with the run.
+        if 0 <= distance < float("inf") and counted and not (lr < 0 or weight_sum < 0):
+            return found.to(torch.float64)
+    raise ValueError(
+        f"the estimate of a param group with lr='auto' is {value!r}; it must be five numbers "
+        "(distance, agreement, lr, sum of weights, step), none but the second negative and the "
+        "first finite, as state_dict() gave them"
+    )
+
+
+def _check_auto(method: str, groups: list[Group], saved: list[Group]) -> None:
+    """An estimated lr and a given one are different methods, so neither becomes the other."""
+    modes = [bool(new["auto_lr"]) for new in saved]
+    if any(modes):
+        options.auto_lr(method, "auto")
+    if len(set(modes)) > 1:
+        raise ValueError(
+            f"the param groups of the state dict have auto_lr={modes}; it must be the same for "
+            f"all: {state_dicts.WHOLE}"
+        )
+    ours = [bool(group["auto_lr"]) for group in groups]
+    if modes != ours:
+        was, now = (
+            "lr='auto'" if any(side) else f"lr={options.number('lr', there[0]['lr'])}"
+            for side, there in ((modes, saved), (ours, groups))
+        )
+        raise ValueError(
+            f"the state dict was saved with {was}, and the optimizer was built with {now}; build "
+            f"it with {was} to go on with that run, or load only the weights to begin a new one"
+        )
+
+
+def _state(
+    method: str,
+    key: Any,
+    param: Tensor,
+    group: Group,
+    values: Any,
+    checks: state_dicts.Checks,
+) -> dict[str, Any]:
+    values = state_dicts.entries(key, values)
+    expected = {"step", *LAYOUTS[method]}
+    state = {
+        name: state_dicts.carried(value, param)
+        for name, value in values.items()
+        if name not in expected
+    }
+    if not expected & values.keys():
+        return state
+    _check_entries(method, key, group, values)
+    step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
+    state["step"] = counter(param, group["capturable"]).copy_(step)
+    for name in LAYOUTS[method]:
+        if name in values:
+            value = state_dicts.buffer(f"{name} of parameter {key!r}", values[name], param)
+            state[name] = zeros(param)
+            sharding.local(state[name]).copy_(sharding.placed(value, param))
+    held = real(sharding.local(state["grad_sq_sum"]))
+    checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", held)
+    return state
+
+
+def _check_entries(method: str, key: Any, group: Group, values: dict[str, Any]) -> None:
+    expected = {"step", *LAYOUTS[method]}
+    if not expected - OPTIONAL <= values.keys():
+        siblings = [m for m, layout in LAYOUTS.items() if set(layout) - OPTIONAL <= values.keys()]
+        remedy = f"it is {siblings[0]}'s, load it there" if siblings else FOREIGN
+        raise ValueError(
+            f"the state of parameter {key!r} is {sorted(map(str, values))}; {method} keeps "
+            f"{sorted(expected)} ({', '.join(OPTIONAL & expected) or 'nothing'} may be missing): "
+            f"{remedy}"
+        )
+    if OPTIONAL & expected - values.keys() and _has_momentum(group):
+        raise ValueError(
+            f"the state of parameter {key!r} has no initial_param, which its group's "
+            f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
+            "always writes then (only a momentum of 0 gives x_0 back from the weights); "
+            f"{state_dicts.WHOLE}"
+        )
+
+
+def _has_momentum(group: Group) -> bool:
+    """A tensor may change without our seeing it, so it counts whatever its value is."""
+    return isinstance(group["momentum"], Tensor) or group["momentum"] != 0
+
+
+def without_initial_param(
+    groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
+    """The entries to save of parameters that stepped without momentum and have some now.
+
+    x is z until the next step, which recovers x_0; a state dict with momentum has x_0 already.
+    """
+    try:
+        packed_groups, packed_state = state_dicts.parts(state_dict)
+    except ValueError:  # a hook has made something else of it
+        return
+    for group, packed in zip(groups, packed_groups, strict=False):
+        for param, key in zip(group["params"], packed["params"], strict=False):
+            held, entries = state.get(param), packed_state.get(key)
+            lacks = isinstance(held, dict) and "grad_sum" in held and "initial_param" not in held
+            if lacks and isinstance(entries, dict) and _has_momentum(group):
+                yield param, entries, group["last_eps"]

@@ -1,0 +1,139 @@
+"""The kernel that moves an estimated lr on, against the same in Python."""
+
+import random
+from typing import Any
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from cubegrad import MADGRAD
+from cubegrad.optim import auto as estimate
+from cubegrad.options import Hyper
+
+triton = pytest.importorskip("cubegrad.backends.triton.launch")
+DEVICE = next(backend.device for backend in cases.BACKENDS if backend.name == "triton")
+COUNTS = [10, 7, 0]
+
+
+def on_device(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=DEVICE)
+
+
+def sums_of(count: int, step: int) -> list[list[float]]:
+    """As those of a run: agreement of either sign, and two that rise."""
+    rng = random.Random(step)
+    return [
+        [rng.uniform(-1, 3), step + rng.random(), 2 * step + rng.random()] for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("shrink", [None, 0.9])
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_does_what_the_formulas_say(count: int, shrink: float | None) -> None:
+    hypers = [Hyper(0.0, 0.9, 1e-6, 0.0, shrink if i != 1 else None, False) for i in range(count)]
+    rows = [[1e-2, 0.0, 0.3, 0.0, 0.0] for _ in range(count)]
+    factors, counts = [1.0, 0.0, 0.5][:count], COUNTS[:count]
+    values, kept = on_device(rows), None
+    if shrink is not None:
+        kept = on_device([h.shrink if h.shrink is not None else 1.0 for h in hypers])
+    for step in range(1, 6):
+        told = sums_of(count, step)
+        sums = on_device(told)
+        rates = on_device([rows[0][2] * factor for factor in factors])
+        triton.advance(values, sums, rates, kept, on_device(counts), None)
+        rows = estimate._moved(estimate.Numbers, rows, told, factors, counts, hypers)
+        assert values.tolist() == [pytest.approx(row, rel=1e-12) for row in rows]
+        assert not sums.any()
+    assert rows[0][0] > 0.1  # it grew
+
+
+def test_factors_of_0_leave_the_rate() -> None:
+    values, sums = on_device([[1e-2, 0.0, 0.3, 0.0, 4.0]]), on_device([[0.0, 0.0, 0.0]])
+    triton.advance(values, sums, on_device([0.0]), None, on_device([10.0]), None)
+    assert values.tolist() == [[1e-2, 0.0, 0.3, 0.0, 5.0]]
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_skipped_step_changes_nothing_but_the_sums(found: float) -> None:
+    row = [1e-2, 0.0, 0.3, 0.1, 4.0]
+    values, sums = on_device([row]), on_device([[5.0, 6.0, 7.0]])
+    found_inf = torch.full((1,), found, device=DEVICE)
+    triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), found_inf)
+    assert (values.tolist() == [row]) == bool(found)
+    assert not sums.any()
+
+
+def test_a_damaged_gradient_does_not_move_the_distance() -> None:
+    nan = float("nan")
+    values, sums = on_device([[1e-2, 0.0, 0.3, 0.1, 4.0]]), on_device([[nan, nan, nan]])
+    triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), None)
+    distance, _, lr, *_ = values.tolist()[0]
+    assert (distance, lr) == (1e-2, 0.3)
+
+
+def groups_in_turns(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
+    """Two groups with a rest for one parameter, and a third that joins later."""
+    params = [cases.parameter(cases.randn((n,), torch.float64, n), DEVICE) for n in (9, 4, 6, 5)]
+    groups: list[dict[str, Any]] = [
+        {"params": params[:2], "weight_decay": 0.02},
+        {"params": params[2:3], "lr": torch.tensor([0.5])},
+    ]
+    optimizer = MADGRAD(groups, lr="auto", foreach=False, **options)
+    for k in range(steps):
+        if k == 6:
+            optimizer.add_param_group({"params": params[3:], "lr": 0.0})
+        for param in params:
+            noise = cases.randn(param.shape, torch.float64, k).to(DEVICE)
+            param.grad = param.detach() - 3 + 0.1 * noise
+        if k in (3, 4):
+            params[0].grad = None
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("way", ["kernel", "tensors"])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["", "decoupled"])
+def test_an_optimizer_goes_on_alike_on_a_device(
+    way: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers as tensors, moved on by the kernel or by torch, against those of the host."""
+    expected, judge = groups_in_turns(12, decoupled_weight_decay=decoupled)
+    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
+    kernel = triton.advance if way == "kernel" else None
+    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    params, optimizer = groups_in_turns(12, decoupled_weight_decay=decoupled)
+    assert optimizer.estimated_lr() == pytest.approx(judge.estimated_lr(), rel=1e-11)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["kernel", "tensors"])
+def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step, whose estimate the next one must not overwrite before autograd has seen it."""
+
+    def slopes() -> list[float]:
+        start = cases.randn((5,), torch.float64, 1).to(DEVICE)
+        param, found = torch.nn.Parameter(start.clone()), []
+        factor = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
+        optimizer = MADGRAD([param], lr="auto", differentiable=True)
+        optimizer.param_groups[0]["lr"] = factor
+        for _ in range(4):
+            moved = param.clone()
+            optimizer.param_groups[0]["params"][0] = moved
+            optimizer.state[moved] = optimizer.state.pop(param, {})
+            moved.grad = moved.detach() - 3
+            optimizer.step()
+            found.append(torch.autograd.grad(moved.sum(), factor)[0].item())
+            param = moved.detach().requires_grad_()
+            kept = optimizer.state.pop(moved)
+            optimizer.state[param] = {name: value.detach() for name, value in kept.items()}
+        return found
+
+    expected = slopes()
+    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
+    kernel = triton.advance if way == "kernel" else None
+    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    assert slopes() == pytest.approx(expected, rel=1e-10)
+    assert abs(expected[-1]) > 0

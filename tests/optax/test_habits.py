@@ -1,0 +1,243 @@
+"""What JAX users do with an optax transformation works with these."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import METHODS
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+from jax import lax  # noqa: E402
+from jax import numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from jax_cases import build, same_bits, stepper  # noqa: E402
+
+from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
+
+each_method = pytest.mark.parametrize("method", METHODS, ids=str)
+TARGET = jnp.array([3.0, -2.0, 0.5])
+
+
+def loss(params):
+    return ((params["w"] * params["scale"] - TARGET) ** 2).sum()
+
+
+def start(dtype=jnp.float32):
+    return {"w": jnp.zeros(3, dtype), "scale": jnp.ones((), dtype)}
+
+
+def trained(tx, steps, params=None):
+    """The whole training loop as one program."""
+    params = start() if params is None else params
+
+    def body(carry, _):
+        params, state = carry
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.jit(lambda carry: lax.scan(body, carry, length=steps)[0])((params, tx.init(params)))
+
+
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "chain, scaled after": lambda tx: optax.chain(tx, optax.scale(0.5)),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, every_k_schedule=2),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "scale": False}),
+    "masked by a function": lambda tx: optax.masked(tx, lambda p: {n: n == "w" for n in p}),
+    "partition": lambda tx: optax.partition(
+        {"ours": tx, "frozen": optax.set_to_zero()}, {"w": "ours", "scale": "frozen"}
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "flatten": optax.flatten,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@each_method
+def test_it_trains_inside(wrapped, method):
+    tx = WRAPPED[wrapped](build(method, {"lr": 0.1}))
+    if wrapped.startswith("masked"):  # what is masked out passes through as it came
+        tx = optax.chain(tx, optax.masked(optax.set_to_zero(), {"w": False, "scale": True}))
+    params, _ = trained(tx, 400)
+    assert loss(params) < 1e-2 * loss(start())
+    assert (params["scale"] == 1) == (wrapped.startswith("masked") or wrapped == "partition")
+
+
+def test_clipping_comes_before_the_sums():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), madgrad(0.1))
+    grads = {"w": jnp.full(3, 1e6), "scale": jnp.zeros(())}
+    _, state = stepper(tx)(start(), tx.init(start()), grads)
+    np.testing.assert_allclose(state[1].grad_sum["w"], 0.1 / 3**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_apply_if_finite_rejects_a_step_whole(dtype):
+    tx = optax.apply_if_finite(madgrad(0.1), 3)
+    params, state = trained(tx, 2, start(dtype))
+    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+    after, later = stepper(tx)(params, state, bad)
+    assert same_bits(after, params)
+    assert same_bits(later.inner_state, state.inner_state)
+    assert later.total_notfinite == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+def test_inject_hyperparams_injects_every_number(factory, options):
+    rates = optax.linear_schedule(0.1, 0.01, 20)
+    injected = optax.inject_hyperparams(factory)(rates, momentum=0.5, eps=1e-4, **options)
+    plain = factory(rates, momentum=0.5, eps=1e-4, **options)
+    (ours, state), (twin, _) = trained(injected, 20), trained(plain, 20)
+    assert {"learning_rate", "momentum", "weight_decay", "eps"} <= set(state.hyperparams)
+    for name in twin:
+        np.testing.assert_allclose(ours[name], twin[name], rtol=1e-5, atol=1e-6)
+
+
+def test_injected_numbers_may_change_between_steps():
+    tx = optax.inject_hyperparams(madgrad, static_args=("state_dtype", "mask"))(
+        0.1, mask=lambda p: {n: n == "w" for n in p}, state_dtype=jnp.float32
+    )
+    params, state = trained(tx, 3)
+    state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    state.hyperparams["momentum"] = jnp.float32(0.0)
+    step = stepper(tx)
+    once, state = step(params, state, jax.grad(loss)(params))
+    twice, _ = step(once, state, jax.grad(loss)(once))
+    assert not same_bits(once, params)  # x went to z, which was elsewhere
+    np.testing.assert_allclose(once["w"], twice["w"], rtol=1e-6)
+
+
+def test_injected_decay_is_not_rounded_away_in_bfloat16():
+    options = {"weight_decay": 0.01, "decoupled_weight_decay": True}
+    tx = optax.inject_hyperparams(madgrad)(0.1, **options)
+    params = {"w": jnp.ones(3, jnp.bfloat16)}  # so all numbers come as bfloat16
+    _, state = stepper(tx)(params, tx.init(params), {"w": jnp.zeros(3, jnp.bfloat16)})
+    np.testing.assert_allclose(state.inner_state.initial_param["w"], 0.999, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mask", [{"w": False, "scale": True}, lambda p: {n: x.ndim == 0 for n, x in p.items()}]
+)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_mask_says_what_decays(mask, decoupled):
+    tx = madgrad(0.1, weight_decay=0.5, decoupled_weight_decay=decoupled, mask=mask)
+    params = {"w": jnp.ones(3), "scale": jnp.ones(())}
+    after, _ = stepper(tx)(params, tx.init(params), jax.tree.map(jnp.zeros_like, params))
+    assert same_bits(after["w"], params["w"])
+    assert after["scale"] < 1
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
+@each_method
+def test_state_dtype_is_that_of_the_sums(method, state_dtype):
+    tx = build(method, {"state_dtype": state_dtype, "momentum": 0.0})
+    _, state = trained(tx, 2)
+    sums = jax.tree.leaves([tree for name, tree in state._asdict().items() if "sum" in name])
+    assert {leaf.dtype.name for leaf in sums} == {state_dtype}
+    points = jax.tree.leaves(state[-1])
+    assert {leaf.dtype.name for leaf in points} <= {"float32"}
+    # Without momentum x_0 can be recovered, but not from sums that were rounded.
+    assert bool(points) == (method.name == "mirror" or state_dtype == "bfloat16")
+
+
+@each_method
+def test_vmap_over_seeds_and_learning_rates(method):
+    def final(seed, lr):
+        tx = build(method, {"lr": lr})
+        params = {"w": jax.random.normal(jax.random.key(seed), (3,)), "scale": jnp.ones(())}
+
+        return trained(tx, 20, params)[0]["w"]
+
+    seeds, rates = jnp.arange(2), jnp.array([0.01, 0.1, 0.3])
+    grid = jax.jit(jax.vmap(jax.vmap(final, (None, 0)), (0, None)))(seeds, rates)
+    assert grid.shape == (2, 3, 3)
+    alone = jax.jit(final)
+    for i, j in ((0, 0), (1, 2)):
+        np.testing.assert_allclose(grid[i, j], alone(seeds[i], rates[j]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_method
+def test_derivatives_through_steps_are_those_of_finite_differences(method, momentum):
+    """One coordinate has no gradient, and at its ν = 0 the cube root has no derivative."""
+    with jax.enable_x64(True):
+        options = {"momentum": momentum, "eps": 1e-2, "weight_decay": 0.1}
+        goal = jnp.array([1.0, 2.0, 3.0])
+
+        @jax.jit
+        def outcome(lr, begin, grad_scale):
+            tx = build(method, options | {"lr": lr})
+            params, state = begin, tx.init(begin)
+            for k in range(3):
+                grad = (params - k) * grad_scale
+                updates, state = tx.update(grad, state, params)
+                params = optax.apply_updates(params, updates)
+            return ((params - goal) ** 2).sum()
+
+        arguments = (jnp.float64(0.1), jnp.array([0.5, -1.0, 2.0]), jnp.array([1.0, 2.0, 1.0]))
+        check_grads(outcome, arguments, order=1, modes=("rev", "fwd"), eps=1e-5)
+        still = (arguments[0], jnp.zeros(3), jnp.zeros(3))
+        slopes = jax.grad(outcome, (0, 1, 2))(*still)
+        assert all(bool(jnp.isfinite(slope).all()) for slope in slopes)
+
+
+@pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
+@each_method
+def test_parameters_and_state_are_donated_and_reused(method, init):
+    tx = build(method, {})
+    params = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    state = init(tx)(params)
+    step = stepper(tx, donate_argnums=(0, 1))
+    memory = step.lower(params, state, params).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes <= 256  # scalars; w alone has 2048
+    grads = jax.tree.map(lambda p: p + 1.0, params)
+    for _ in range(2):
+        old = jax.tree.leaves((params, state))
+        params, state = step(params, state, grads)
+        assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_the_state_keeps_its_types_through_scan_and_placeholders():
+    tx = madgrad(0.1, momentum=0.0)
+    params = start(jnp.bfloat16)
+    shapes = jax.eval_shape(tx.init, params)
+    _, state = trained(tx, 1, params)
+    assert jax.tree.map(lambda a, b: a.dtype == b.dtype, shapes, state) == jax.tree.map(
+        lambda _: True, state
+    )
+    marked = optax.tree_utils.tree_map_params(
+        tx, lambda _: "buffer", state, transform_non_params=lambda _: "other"
+    )
+    assert jax.tree.leaves(marked).count("other") == 1
+
+
+@each_method
+def test_a_tree_without_parameters_only_counts(method):
+    tx = build(method, {})
+    updates, state = tx.update({}, tx.init({}), {})
+    assert updates == {}
+    assert state.count == 1
+
+
+SHARDED = Path(__file__).parents[1] / "support" / "jax_sharding.py"
+
+
+def test_state_is_sharded_as_its_parameter():
+    flags = "--xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SHARDED)],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = ("madgrad", "mirror_madgrad", "madgrad, estimated")
+    assert done.stdout.splitlines() == [f"{name}: sharded" for name in names]

@@ -1,0 +1,36 @@
+"""Our optimizers under torch's own machinery for testing its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
+SCRIPT = Path(__file__).parents[1] / "support" / "torch_own.py"
+# A checkout of the version of torch that is installed: its tests are in no wheel.
+CHECKOUT = os.environ.get("TORCH_CHECKOUT")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_what_torch_refuses_for_all_optimizers_is_refused():
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.split()
+
+
+@pytest.mark.skipif(CHECKOUT is None, reason="TORCH_CHECKOUT is not set")
+def test_torchs_own_tests_pass():
+    done = run(CHECKOUT)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,191 @@
+"""The benchmark runs at toy sizes, and counts the bytes each method must move."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pretend_cuda import pretend_cuda
+
+from cubegrad.study import catalogue
+from cubegrad.study.grid import Grid
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    report = tmp_path_factory.mktemp("benchmark") / "small.json"
+    command = [sys.executable, str(BENCHMARKS / "step_time.py"), "--small", "--budget", "0.01"]
+    chosen = [
+        "--device",
+        "cpu",
+        "--optimizers",
+        "cubegrad",
+        "torch Adam fused",
+        "--json",
+        str(report),
+    ]
+    done = subprocess.run(
+        [*command, *chosen], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text()), done.stdout
+
+
+def test_every_case_is_timed_against_its_floor(measured):
+    report, table = measured
+    rows = {(row["case"], row["optimizer"]): row for row in report["rows"] if row["median_ms"]}
+    cases = {case for case, _ in rows}
+    assert cases == {"one", "gpt2-large", "gpt2-large-bf16", "resnet50", "many", "growth"}
+    for case in cases:
+        assert f"### {case}" in table
+        row = rows[case, "cubegrad MADGRAD"]
+        assert row["median_ms"] > 0
+        assert row["percent_of_floor"] > 0
+        assert rows[case, "torch Adam fused"]["speed_vs_adam_fused"] == pytest.approx(1.0)
+    assert rows["one", "cubegrad MADGRAD fused, lr auto"]["other_beside_ms"] > 0
+    assert rows["one", "cubegrad MADGRAD fused"]["other_beside_ms"] is None
+    expected = {
+        ("one", "cubegrad MADGRAD"): 32,
+        ("one", "cubegrad MADGRAD fused, lr auto"): 32,
+        ("one", "cubegrad MADGRAD momentum=0"): 28,
+        ("one", "cubegrad MirrorMADGRAD"): 28,
+        ("one", "torch Adam fused"): 28,
+        ("gpt2-large-bf16", "cubegrad MADGRAD"): 26,
+    }
+    assert {key: rows[key]["bytes_per_parameter"] for key in expected} == expected
+    assert {"device", "torch", "date"} <= set(report["machine"])
+
+
+def test_the_shapes_are_the_published_models(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import workloads
+
+    def count(name):
+        return [(len(case.shapes), case.parameters) for case in workloads.cases(name, True, False)]
+
+    assert count("resnet50") == [(161, 25_557_032)]
+    assert count("gpt2-large") == [(436, 774_030_080)]
+
+
+def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
+    figure = tmp_path / "family.png"
+    script = [sys.executable, "-X", "utf8", "-W", "error", str(BENCHMARKS / "plot_family.py")]
+    command = [*script, "--quick", "--out", str(figure)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert figure.stat().st_size > 50_000
+    rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()[1:]}
+    assert {"DA", "AdaGradDA", "MADGRAD", "MADGRAD, p = 2", "InlineAveragedSGD"} <= rows.keys()
+    for row in rows.values():
+        assert float(row[-3]) > 0  # no method is below the minimum
+
+
+def test_estimates_are_drawn_among_fixed_rates(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import plot_auto
+
+    def run(method, lr, loss, status="finished", **curve):
+        settings = {"problem": "toy", "decay": 0.0, "method": method, "lr": lr}
+        about = {"metric": "loss", "higher_is_better": False, "unit": "bits"}
+        curve = {"loss": [9.0, loss], **curve}
+        return {"settings": settings, "about": about, "status": status, "curve": curve}
+
+    runs = [run("madgrad", lr, loss) for lr, loss in ((0.1, 2.0), (0.2, 1.0), (0.3, 1.5), (1, 1e3))]
+    runs += [run("madgrad", 2.0, None, "diverged"), run("adam", 0.1, 0.5)]
+    runs += [run("madgrad-auto", 0.5, 1.2, estimated_lr=[0.1, 0.4])]
+    found = plot_auto.panels(map(json.dumps, runs))
+    assert [(key, len(members)) for key, members in found.items()] == [(("toy", 0.0), 5)]
+    assert plot_auto.point(runs[-1]) == (0.2, 1.2)  # the estimate times its factor
+    low, high = plot_auto.limits([2.0, 1.0, 1.5, 1e3, 1.2], higher_is_better=False)
+    assert low < 1.0
+    assert 2.0 < high < 1e3  # a failure does not flatten the others
+    records, figure = tmp_path / "records.jsonl", tmp_path / "auto.png"
+    records.write_text("\n".join(map(json.dumps, runs)))
+    plot_auto.main([str(records), str(figure)])
+    assert figure.stat().st_size > 5_000
+
+
+def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
+    pytest.importorskip("optax")
+    path = tmp_path / "jax.json"
+    small = ["--size", "4096", "--model", "--budget", "0.02", "--sweep", "65536"]
+    command = [sys.executable, str(BENCHMARKS / "jax_step_time.py"), *small, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    rows = {row["optimizer"]: row for row in report["rows"]}
+    assert {name: row["bytes_per_parameter"] for name, row in rows.items()} == {
+        "cubegrad madgrad": 32,
+        "cubegrad madgrad auto": 32,
+        "cubegrad madgrad momentum=0": 28,
+        "cubegrad mirror_madgrad": 28,
+        "optax.contrib.madgrad": 32,
+        "optax.adamw": 28,
+    }
+    assert rows["optax.adamw"]["speed_per_byte_vs_adamw"] == pytest.approx(1.0)
+    assert rows["optax.contrib.madgrad"]["speed_vs_contrib_madgrad"] == pytest.approx(1.0)
+    for row in rows.values():
+        assert row["percent_of_floor"] > 0
+        assert f"| {row['optimizer']} | {row['median_ms']:.4g} (" in done.stdout
+    assert {"device", "jax", "optax", "date"} <= set(report["machine"])
+
+
+def tiny(name, batch, **options):
+    preset = catalogue.find(name).presets["paper"]
+    return replace(preset, batch=batch, options={**preset.options, **options})
+
+
+@pytest.fixture
+def paper_cost(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import paper_cost
+
+    monkeypatch.setattr(paper_cost, "KNEE", (2, 32, 32))
+    return paper_cost
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "options", "updates"),
+    [
+        ("imagenet", 2, {"side": 32, "stages": (1, 1), "width": 4}, 640_584 * 90),
+        ("fastmri", 2, {"network": (1, 2, 2, 2, 2), "low": 4}, 17_371 * 50),
+        ("iwslt14", 96, {"width": 8}, 60_000),
+        (
+            "bookwiki",
+            4,
+            {"width": 16, "layers": 1, "heads": 2, "length": 16, "at_once": 2, "vocabulary": 100},
+            20_000,
+        ),
+    ],
+)
+def test_the_updates_whose_cost_is_told_are_updates(
+    paper_cost, monkeypatch, name, batch, options, updates
+):
+    """On a CPU, with tiny networks: each call is a step, its loss finite and not the last one."""
+    if name == "imagenet":  # the one that is captured
+        pretend_cuda(monkeypatch, torch.nn.Module())
+    update, count = paper_cost.UPDATES[name](tiny(name, batch, **options), torch.device("cpu"))
+    losses = [float(update()) for _ in range(2)]
+    assert count == updates
+    assert all(map(math.isfinite, losses))
+    assert losses[0] != losses[1]
+
+
+def test_costs_are_updates_by_seconds(paper_cost):
+    one = paper_cost.Cost("digits", 7200, 0.5, 1.0, 20, 12)
+    lines = paper_cost.table([one, one]).splitlines()
+    assert lines[2] == "| digits | 7,200 | 500.0 | 1.00 | 20 runs, 20 h | 12 runs, 12 h |"
+    assert lines[-1] == "In all 64 GPU hours."
+
+
+def test_the_grids_that_costs_count_have_three_rates(paper_cost):
+    for name in paper_cost.UPDATES:
+        preset = catalogue.find(name).presets["paper"]
+        for method in preset.methods:
+            assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)

@@ -1,0 +1,266 @@
+"""ImageNet's batches, evaluation and presets; whole runs on made-up images."""
+
+import json
+import runpy
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from killed import killed_and_resumed
+from PIL import Image
+from small_images import CPU, lay, settings_of, setup_of, small_problem
+from torch import Generator, nn
+
+from cubegrad.study import Setup, StudyError, cli, methods, schedules
+from cubegrad.study.data import decoding
+from cubegrad.study.data.decoding import Batch
+from cubegrad.study.problems import imagenet
+from cubegrad.study.train import Place, run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WORKERS, MEMORY = {"longest": None}, {"longest": 64}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return lay(tmp_path_factory.mktemp("data") / "imagenet").parent
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    yield
+    imagenet.stored.cache_clear()
+
+
+def test_memory_and_workers_give_the_same_crops(images):
+    """But for Pillow's rounding to bytes after each axis."""
+    tasks = [
+        imagenet.build(setup_of(small_problem(**options), images, seed=3))
+        for options in (MEMORY, WORKERS)
+    ]
+    assert tasks[0].steps_per_epoch == tasks[1].steps_per_epoch == 4  # 60 images by 16
+    for one, other in zip(*(task.batches(2) for task in tasks), strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+        assert one.images.shape == other.images.shape
+        assert (one.images - other.images.float()).abs().max() <= 1.01
+    first, second = (task.evaluate(tasks[0].model.eval(), "test") for task in tasks)
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [MEMORY, WORKERS])
+def test_batches_are_a_function_of_seed_and_epoch(images, options):
+    def epoch(seed, number):
+        task = imagenet.build(setup_of(small_problem(**options), images, seed=seed))
+        return torch.cat([batch.images for batch in task.batches(number)])
+
+    torch.manual_seed(1)
+    first = epoch(0, 1)
+    torch.manual_seed(2)
+    assert torch.equal(epoch(0, 1), first)
+    assert not torch.equal(epoch(0, 2), first)
+    assert not torch.equal(epoch(1, 1), first)
+
+
+def test_an_epoch_holds_each_image_once_and_no_batch_has_one():
+    plan = imagenet.shuffled(50, 16, Generator().manual_seed(0))
+    assert [len(batch) for batch in plan] == [16, 16, 16, 2]
+    assert sorted(chain(*plan)) == list(range(50))
+    assert [*chain(*plan)] != list(range(50))
+    plans = [imagenet.shuffled(49, 16, Generator().manual_seed(seed)) for seed in range(9)]
+    assert {len(plan) for plan in plans} == {3}
+    left_out = {(set(range(49)) - set(chain(*plan))).pop() for plan in plans}
+    assert len(left_out) > 1  # another one each time
+
+
+class Seen(nn.Module):
+    """Scores that are the image's first values, and a look at what came in."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, images):
+        self.images = images
+        return images[:, 0, 0, : self.classes]
+
+
+def test_images_are_normalised_as_the_paper_says():
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    images[1] = 255
+    model = Seen(2)
+    imagenet.scores(model, images)
+    assert model.images.is_contiguous(memory_format=torch.channels_last)
+    means, deviations = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    for channel, (mean, deviation) in enumerate(zip(means, deviations, strict=True)):
+        assert model.images[0, channel].unique().item() == pytest.approx(-mean / deviation)
+        assert model.images[1, channel].unique().item() == pytest.approx((1 - mean) / deviation)
+
+
+@pytest.mark.parametrize("classes", [3, 7])
+def test_evaluation_by_hand(classes):
+    places = torch.arange(classes)
+    images = torch.zeros(classes, 3, 8, 8)
+    # Image i scores most for class i; of the others, a later class scores a little more.
+    images[:, 0, 0, :classes] = places / 10.0
+    images[places, 0, 0, places] = 255
+    labels = places.clone()
+    labels[0] = 1  # the last but one of the six others where there are seven, so not in the top 5
+    batches = [Batch(images[:2], labels[:2]), Batch(images[2:], labels[2:])]
+    judged = imagenet.judged(Seen(classes), iter(batches), classes)
+    assert judged["accuracy"] == pytest.approx(100 * (classes - 1) / classes)
+    assert judged.get("top5") == (pytest.approx(600 / 7) if classes == 7 else None)
+    scores = (images[:, 0, 0, :classes].double() / 255 - 0.485) / 0.229
+    expected = -scores.log_softmax(1)[places, labels].mean()
+    assert judged["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_part_is_held_out(images):
+    held = imagenet.build(setup_of(small_problem(**MEMORY), images, hold_out=True))
+    assert sum(len(batch.labels) for batch in held.batches(0)) == 54  # 18 of 20 of each class
+    held.model.eval()
+    assert held.evaluate(held.model, "valid") != held.evaluate(held.model, "test")
+
+
+def test_the_presets_are_the_papers_or_its_thirds():
+    problem = imagenet.problem()
+    paper, gpu, cpu = (problem.presets[name] for name in ("paper", "gpu", "cpu"))
+    table = methods.PAPER[problem.paper]
+    assert table.length == f"{paper.epochs} epochs" == "90 epochs"
+    assert table.batch == "8 x 32"
+    assert paper.batch == 8 * 32
+    assert (
+        (table.schedule, table.seeds)
+        == (paper.schedule, paper.seeds)
+        == (
+            "tenthing:30-60-90",
+            5,
+        )
+    )
+    assert paper.options == {
+        "stages": (3, 4, 6, 3),
+        "width": 64,
+        "side": 224,
+        "short": 256,
+        "classes": None,
+        "train": None,
+        "test": None,
+        "longest": None,  # decoded in workers, not kept in memory
+    }
+    for preset, third in ((paper, 30), (gpu, 4), (cpu, 4)):
+        factor = schedules.parse(preset.schedule, preset.epochs, 100)
+        steps = (0, third * 100 - 1, third * 100, 2 * third * 100, 3 * third * 100 - 1)
+        assert [factor(step) for step in steps] == [1, 1, 0.1, 0.01, 0.01]
+    for method, (lr, decay, _) in table.best.items():
+        low, high = paper.lrs[method]
+        assert low <= lr <= high
+        assert decay in paper.decays
+    assert json.loads(json.dumps(dict(gpu.options)))["stages"] == [3, 4, 6, 3]
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("cpu", 129_562), ("gpu", 23_528_522)])
+def test_the_nets_have_the_sizes_that_are_told(name, parameters):
+    preset = imagenet.problem().presets[name]
+    model = imagenet.ResNet(preset.options["stages"], preset.options["width"], 10)
+    assert sum(param.numel() for param in model.parameters()) == parameters
+    assert f"{parameters:,} parameters" in preset.size
+
+
+@pytest.mark.parametrize("options", [MEMORY, WORKERS])
+def test_a_run_learns_and_repeats_itself(images, options):
+    problem = small_problem(**options)
+    settings, place = settings_of(problem, epochs=5), Place(images)
+    record = run(problem, settings, place)
+    assert record.status == "finished"
+    assert record.curve["accuracy"][-1] > 80  # a third by chance
+    assert set(record.curve) == {"train_loss", "loss", "accuracy"}
+    assert run(problem, settings, place).curve == record.curve
+    assert run(problem, replace(settings, seed=1), place).curve != record.curve
+
+
+@pytest.mark.parametrize("options", [MEMORY, WORKERS])
+def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
+    problem = small_problem(**options)
+    settings, place = settings_of(problem), Place(images, save_every=0)
+    resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt")
+    assert len(resumed.curve["accuracy"]) == 3
+    assert resumed.curve == run(problem, settings, place).curve
+
+
+@pytest.mark.parametrize("options", [MEMORY, WORKERS])
+def test_worker_processes_change_no_number(images, monkeypatch, options):
+    problem = small_problem(**options)
+    settings, place = settings_of(problem, epochs=2), Place(images)
+    alone = run(problem, settings, place)
+    imagenet.stored.cache_clear()
+    counts = []
+
+    def always(count):
+        counts.append(count)
+        return 1
+
+    for module in (decoding, imagenet):
+        monkeypatch.setattr(module, "worker_count", always)
+    assert run(problem, settings, place).curve == alone.curve
+    assert counts
+
+
+def refused(capsys, *words):
+    assert cli.main([*words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("cubegrad: error: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def test_what_is_wrong_with_the_data_is_one_line_and_status_2(tmp_path, capsys):
+    words = ["train", "imagenet", "--epochs", "1", "--out", str(tmp_path / "runs"), "--data"]
+    assert "there is no folder of images" in refused(capsys, *words, str(tmp_path / "nowhere"))
+    assert not (tmp_path / "runs").exists()  # told before any run
+    lay(tmp_path / "imagenet", train=3, val=2)
+    damaged = tmp_path / "imagenet" / "val" / "red" / "001.JPEG"
+    damaged.write_bytes(damaged.read_bytes()[:-200])
+    message = refused(capsys, *words, str(tmp_path))
+    assert f"{damaged} cannot be decoded (image file is truncated" in message
+    damaged.unlink()
+    assert cli.main([*words, str(tmp_path)]) == 0
+    assert "imagenet, madgrad, lr 0.001, decay 2.5e-05" in capsys.readouterr().out
+    (tmp_path / "imagenet" / "val" / "red").rename(tmp_path / "imagenet" / "val" / "rot")
+    assert "has no folder 'red'" in refused(capsys, *words, str(tmp_path))
+
+
+def test_more_images_than_memory_should_hold(images, monkeypatch):
+    problem = small_problem(longest=128)
+    imagenet.check_data(setup_of(problem, images))
+    monkeypatch.setattr(imagenet, "MOST_BYTES", 2**21)
+    with pytest.raises(StudyError, match=r"78 may take .* use fewer images, or --preset paper"):
+        imagenet.check_data(setup_of(problem, images))
+    imagenet.check_data(setup_of(small_problem(**WORKERS), images))
+
+
+def test_a_batch_of_one_is_refused(images):
+    problem = small_problem(**MEMORY)
+    preset = replace(problem.presets["cpu"], batch=1)
+    with pytest.raises(StudyError, match=r"--batch 1 .* use 2 or more"):
+        imagenet.build(Setup(preset, 0, CPU, images))
+
+
+def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
+    """The tree holds the very pixels, class by class."""
+    script = runpy.run_path(str(BENCHMARKS / "cifar10_as_folders.py"))
+    generator = np.random.default_rng(0)
+    pixels = torch.from_numpy(generator.integers(256, size=(40, 3, 32, 32), dtype=np.uint8))
+    labels = torch.arange(40) % 10
+    jobs = list(script["jobs"](Batch(pixels, labels), tmp_path / "train", 3))
+    assert [script["write"](job) for job in jobs] == [3] * 10
+    paths = sorted((tmp_path / "train").rglob("*.png"))
+    assert len(paths) == 30
+    assert [path.parent.name for path in paths[::3]] == list(script["CLASSES"])
+    with Image.open(tmp_path / "train" / "frog" / "00002.png") as image:
+        assert np.array_equal(np.asarray(image), pixels[26].permute(1, 2, 0))
+    monkeypatch.setattr("sys.argv", ["x", "--data", str(tmp_path / "no"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        script["main"]()
+    assert "is not empty; give a new folder" in capsys.readouterr().err

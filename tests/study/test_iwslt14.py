@@ -1,0 +1,237 @@
+"""Batches by length, the losses, BLEU and the presets; whole runs on made-up sentences."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from killed import killed_and_resumed
+from small_translation import CPU, settings_of, setup_of, small_problem, write_parts
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from cubegrad.study import Setup, StudyError, methods, schedules
+from cubegrad.study.data import translation
+from cubegrad.study.data.subwords import END, PAD
+from cubegrad.study.data.translation import Batch
+from cubegrad.study.problems import iwslt14
+from cubegrad.study.train import Place, run
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_parts(tmp_path / "small")
+    translation.prepared.cache_clear()
+    yield tmp_path
+    translation.prepared.cache_clear()
+
+
+def test_a_run_goes_over_all_sentences_again_and_again(data):
+    problem = small_problem()
+    task = iwslt14.build(setup_of(problem, data))
+    assert task.steps_per_epoch == 15
+    updates = [batch for epoch in range(8) for batch in task.batches(epoch)]
+    assert len(updates) == 8 * 15
+
+    def rows(batches):
+        return sorted(str(row) for batch in batches for row in batch.source.tolist())
+
+    number = len({batch.source.data_ptr() for batch in updates})
+    assert 15 < number < 60
+    sentences = [batch.source.shape[0] for batch in updates[:number]]
+    assert sum(sentences) == 400
+    assert rows(updates[:number]) == rows(updates[number : 2 * number])
+    assert [id(batch) for batch in updates[:number]] != [
+        id(batch) for batch in updates[number : 2 * number]
+    ]
+
+
+def test_batches_are_a_function_of_seed_and_epoch(data):
+    problem = small_problem()
+
+    def sources(seed, epoch):
+        task = iwslt14.build(setup_of(problem, data, seed))
+        return [batch.source.tolist() for batch in task.batches(epoch)]
+
+    torch.manual_seed(1)
+    first = sources(0, 1)
+    torch.manual_seed(2)
+    assert sources(0, 1) == first
+    assert sources(0, 2) != first
+    assert sources(1, 1) != first
+
+
+class Fixed(nn.Module):
+    """Scores that do not depend on what was read, and a look at what was given."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, _source, _lengths, given):
+        self.given = given
+        return self.scores[: given.shape[0], : given.shape[1]]
+
+
+def test_losses_against_torch_and_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 8, generator=generator)
+    target = torch.tensor([[5, 6, END], [7, END, PAD]])
+    batch = Batch(torch.zeros(2, 1), torch.ones(2), target)
+    model = Fixed(scores)
+    smoothed, nll = iwslt14.losses(model, batch)
+    assert model.given.tolist() == [[END, 5, 6], [END, 7, END]]
+    flat, wanted = scores.flatten(0, 1), target.flatten()
+    torch.testing.assert_close(nll / 5, cross_entropy(flat, wanted, ignore_index=PAD))
+    expected = cross_entropy(flat, wanted, ignore_index=PAD, label_smoothing=0.1)
+    torch.testing.assert_close(smoothed / 5, expected)
+    torch.testing.assert_close(iwslt14.mean_loss(model, batch), expected)
+    judged = iwslt14.judged(model, [batch, batch])
+    assert judged["loss"] == pytest.approx(expected.item() / math.log(2))
+    even = iwslt14.judged(Fixed(torch.zeros(2, 3, 8)), [batch])
+    assert even == pytest.approx({"loss": 3, "nll": 3, "perplexity": 8})  # 8 types are 3 bits
+    hopeless = torch.zeros(2, 3, 8).index_fill_(2, torch.tensor([0]), 1e6)
+    assert iwslt14.judged(Fixed(hopeless), [batch])["perplexity"] == 2.0**100
+
+
+def test_the_training_loss_is_in_bits_and_gradients_are_clipped(data):
+    task = iwslt14.build(setup_of(small_problem(), data))
+    task.model.eval()
+    batch = next(iter(task.batches(0)))
+    expected = task.loss(task.model, batch).item() / math.log(2)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-3)
+    assert task.step(optimizer, batch).item() == pytest.approx(expected)
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.mul_(100)
+    task.step(optimizer, batch)
+    norm = torch.stack([p.grad.norm() for p in task.model.parameters()]).norm()
+    assert norm.item() == pytest.approx(25, rel=1e-3)
+
+
+class Oracle(nn.Module):
+    """Translates by heart, the first row of each batch wrongly if told so."""
+
+    def __init__(self, bleu, text, wrong=False):
+        super().__init__()
+        words = [text.english.encode(text.subwords.cut([line])[0]) for line in bleu.references]
+        self.rows = iter(words)
+        self.wrong = wrong
+
+    def translate(self, source, _lengths, end, _limit):
+        rows = [next(self.rows) for _ in source]
+        longest = max(map(len, rows))
+        rows = torch.tensor([row + [end] * (longest - len(row)) for row in rows])
+        if self.wrong:
+            rows[0] = end
+        return rows
+
+
+def test_bleu(data, monkeypatch):
+    problem = small_problem()
+    text = iwslt14._text(setup_of(problem, data))
+    english = (data / "small" / "test.en").read_text().splitlines()
+    bleu = iwslt14.Bleu(text, text.parts["test"], 24, 64, CPU)
+    assert len(bleu.batches) > 1
+    assert sorted(bleu.references) == sorted(english[::2])  # 24 of 48
+    assert bleu(Oracle(bleu, text)) == {"bleu": pytest.approx(100)}
+    assert 50 < bleu(Oracle(bleu, text, wrong=True))["bleu"] < 100
+    assert iwslt14.Bleu(text, text.parts["test"], 0, 64, CPU)(Oracle(bleu, text)) == {}
+
+    def missing(module):
+        raise StudyError(f"{module} is missing")
+
+    monkeypatch.setattr(iwslt14, "optional", missing)
+    assert bleu(Oracle(bleu, text)) == {}
+    task = iwslt14.build(setup_of(problem, data))
+    assert set(task.evaluate(task.model, "test")) == {"loss", "nll", "perplexity"}
+    with pytest.raises(StudyError, match="tokenizers is missing"):
+        problem.check_data(setup_of(problem, data))
+
+
+def test_the_presets_are_the_papers_or_smaller():
+    problem = iwslt14.problem()
+    paper = problem.presets["paper"]
+    table = methods.PAPER[problem.paper]
+    assert table.length == f"{paper.epochs * paper.options['steps']:,} updates" == "60,000 updates"
+    assert table.batch == f"{paper.batch} tokens" == "4096 tokens"
+    assert (
+        (table.schedule, table.seeds) == (paper.schedule, paper.seeds) == ("inverse-sqrt:4000", 10)
+    )
+    assert (paper.options["dropout"], iwslt14.SMOOTHING, paper.options["width"]) == (0.3, 0.1, 256)
+    factor = schedules.parse(paper.schedule, paper.epochs, paper.options["steps"])
+    steps = (0, 1999, 3999, 15999, 59999)
+    expected = (1 / 4000, 0.5, 1.0, 0.5, 15**-0.5)
+    assert [factor(step) for step in steps] == pytest.approx(expected)
+    for method in paper.methods:
+        lr, decay, _ = table.best[method]
+        low, high = paper.lrs[method]
+        assert low <= lr <= high
+        assert decay in paper.decays
+    for preset in problem.presets.values():
+        warm_up = int(preset.schedule.partition(":")[2])
+        assert warm_up <= preset.epochs * preset.options["steps"] / 5
+        json.dumps(dict(preset.options))
+
+
+def test_missing_data_is_told_before_any_run(tmp_path):
+    problem = iwslt14.problem()
+    for preset in problem.presets.values():
+        with pytest.raises(StudyError, match="no German-English sentences in"):
+            problem.check_data(Setup(preset, 0, CPU, tmp_path))
+
+
+def test_a_run_learns_and_repeats_itself(data):
+    problem = small_problem(width=32, merges=200, steps=40, dropout=0.1)
+    settings = settings_of(problem, epochs=8, lr=0.1, schedule="inverse-sqrt:40")
+    record = run(problem, settings, Place(data))
+    assert record.status == "finished"
+    assert set(record.curve) == {"train_loss", "loss", "nll", "perplexity", "bleu"}
+    assert record.curve["loss"][0] > 2.5
+    assert record.curve["loss"][-1] < 1.5
+    assert record.curve["bleu"][-1] > 50
+    again = run(problem, replace(settings, epochs=1), Place(data))
+    assert again.curve["loss"] == record.curve["loss"][:1]
+    other = run(problem, replace(settings, epochs=1, seed=1), Place(data))
+    assert other.curve != again.curve
+
+
+def test_another_part_is_judged_when_choosing(data):
+    task = iwslt14.build(setup_of(small_problem(), data, hold_out=True))
+    task.model.eval()
+    valid = task.evaluate(task.model, "valid")
+    assert valid != task.evaluate(task.model, "test")
+    assert valid == task.evaluate(task.model, "valid")
+
+
+@pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
+def test_a_killed_run_ends_with_the_same_numbers(data, tmp_path, method):
+    problem = small_problem(steps=4)
+    settings = settings_of(problem, method=method)
+    place = Place(data, save_every=0)
+    resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt", after=2)
+    assert resumed.curve == run(problem, settings, place).curve
+
+
+@GPU
+def test_a_gpu_has_the_same_losses_within_its_precision(data):
+    problem = small_problem(dropout=0.0)
+    losses = {}
+    for device in ("cpu", "cuda"):
+        settings = settings_of(problem, device=device, epochs=2)
+        losses[device] = run(problem, settings, Place(data)).curve["loss"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+
+
+def test_the_documentation_names_the_presets():
+    page = Path(__file__).parents[2] / "docs" / "problems" / "iwslt14.md"
+    text = page.read_text().partition("## Presets")[2]
+    for name, preset in iwslt14.problem().presets.items():
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        updates = preset.epochs * preset.options["steps"]
+        for value in (f"{updates:,}", f"{preset.batch:,}", preset.schedule):
+            assert value in row, (name, value)

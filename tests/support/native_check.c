@@ -1,0 +1,82 @@
+/* step.c by itself, for a sanitizer to watch: every kind, method and level, sizes around a chunk and
+   a piece, buffers of exactly the right size at odd addresses, and more threads than work. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "step.h"
+
+static const size_t WIDTH[] = {2, 2, 4, 8};
+static const int64_t SIZES[] = {0, 1, 15, 127, 128, 129, 1000, 70001};
+enum { ROWS = sizeof SIZES / sizeof *SIZES };
+
+/* n numbers of a kind that are all 1, one byte past where they would be aligned. */
+static char *ones(int64_t n, enum kind kind)
+{
+    const uint16_t half[] = {0x3c00, 0x3f80};
+    const float single = 1;
+    const double wide = 1;
+    const void *from[] = {&half[0], &half[1], &single, &wide};
+    char *room = malloc((size_t)n * WIDTH[kind] + 1);
+    for (int64_t i = 0; i < n; i++)
+        memcpy(room + 1 + (size_t)i * WIDTH[kind], from[kind], WIDTH[kind]);
+    return room;
+}
+
+static int check(enum method method, int centred, enum kind param, enum kind grad, enum level level,
+                 double shrink, int threads, int summing)
+{
+    enum kind state = param == DOUBLE ? DOUBLE : SINGLE;
+    struct row rows[ROWS];
+    int64_t starts[ROWS + 1] = {0};
+    char *made[ROWS][5];
+    const void *grads[ROWS];
+    float steps[ROWS] = {0};
+    double sums[SUMS] = {0};
+    int wrong = 0;
+    for (int i = 0; i < ROWS; i++) {
+        const enum kind kinds[] = {param, state, state, state, grad};
+        for (int j = 0; j < 5; j++)
+            made[i][j] = ones(SIZES[i], kinds[j]);
+        rows[i] = (struct row){made[i][0] + 1, made[i][1] + 1, made[i][2] + 1,
+                               centred ? made[i][3] + 1 : NULL, &steps[i], SIZES[i]};
+        grads[i] = made[i][4] + 1;
+        starts[i + 1] = starts[i] + SIZES[i];
+    }
+    struct job job = {rows, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
+                      method, param, grad, state, level, summing ? sums : NULL};
+    wrong += run_job(&job, NULL, threads) != 0;
+    if (summing) { /* x_0 - x_k is 0, or s / (∛ν + ε) */
+        double total = (double)starts[ROWS], s = shrink + 0.1;
+        wrong += fabs(sums[AGREEMENT] - (centred ? 0 : 0.1 / (1 + 1e-6) * total)) > 1e-6 * total;
+        wrong += fabs(sums[PRODUCT] - s * s / (cbrt(1.1) + 1e-6) * total) > 1e-6 * total;
+        wrong += fabs(sums[ROOTS] - cbrt(1.1) * total) > 1e-6 * total;
+    }
+    for (int i = 0; i < ROWS; i++) {
+        wrong += steps[i] != 1;
+        for (int64_t k = 1; k < SIZES[i]; k++) /* all elements started alike */
+            wrong += memcmp(made[i][0] + 1, made[i][0] + 1 + (size_t)k * WIDTH[param],
+                            WIDTH[param]) != 0;
+        for (int j = 0; j < 5; j++)
+            free(made[i][j]);
+    }
+    return wrong;
+}
+
+int main(void)
+{
+    int wrong = 0;
+    for (int level = 0; level <= (int)best_level(); level++)
+        for (int param = HALF; param <= DOUBLE; param++)
+            for (int grad = HALF; grad <= DOUBLE; grad++)
+                for (int form = 0; form < 5; form++)
+                    wrong += check(form == 4 ? MIRROR_MADGRAD : MADGRAD, form < 2, param, grad,
+                                   level, grad == HALF ? 0.5 : 1, 1 + form, form % 2);
+    const float special[] = {0, -0.0f, INFINITY, NAN, 1e-45f, 3e38f};
+    float roots[6];
+    for (int level = 0; level <= (int)best_level(); level++)
+        cube_roots(special, roots, 6, SINGLE, level);
+    printf("%d wrong\n", wrong);
+    return wrong != 0;
+}
