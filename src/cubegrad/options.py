@@ -28,7 +28,7 @@ class Hyper(NamedTuple):
     differentiable: bool = False
     found_inf: Any = None  # a GradScaler's: nothing may change where it is not 0
     grad_scale: Any = None  # a GradScaler's: the gradients come multiplied by it
-    sums: Any = None  # three float64 numbers to which a backend adds those of rule.sums
+    sums: Any = None  # three float64 numbers to which a backend adds those of distance.step_sums
 
 
 def name_of(group: dict[str, Any], index: int) -> str:

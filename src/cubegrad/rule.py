@@ -1,16 +1,16 @@
-"""The paper's update: arrays in, arrays out. This is the one place the maths is written.
+"""Algorithm 1 of the paper and its mirror form: arrays in, arrays out.
+
+The eager and foreach backends and the JAX twin run these functions. The Triton and C kernels
+restate them, and one grid of tests holds every backend to the same float64 oracle.
 
 `xp` brings the functions that array libraries spell differently: `xp.cbrt(v)` is ∛v for v ≥ 0,
-`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite. For an estimated learning rate,
-`xp.total(v)` is the sum of all elements and `xp.where_finite(r, v)` is v, or 0 where r is not
-finite; and of numbers, `xp.larger(a, b)` is the larger one, `xp.sqrt(a)` the root, and
-`xp.where(c, a, b)` is a if c, else b.
-`h` is one group's numbers for this step (`options.Hyper`). Any array type with operators
-will do: a torch tensor, a list of them behind operators, a JAX array, a numpy array.
+`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite. `h` is one group's numbers for this step
+(`options.Hyper`). Any array type with operators will do: a torch tensor, a list of tensors, a JAX
+array, a numpy array.
 
-The order of operations is part of the rule. `λ g` is formed before it meets the second `g`,
-so a zero step size yields 0 and not 0·∞ when g² overflows; and every move is a subtraction
-of a difference, so a step that should move nothing changes no bit, not even the sign of a zero.
+The order of operations is part of the rule. `λ g` is formed before it is multiplied by the second
+`g`, so a step size of 0 gives 0 and not 0·∞ when g² overflows. Every move is a subtraction of a
+difference, so a step that should move nothing changes no bit, not even the sign of a zero.
 """
 
 from typing import Any
@@ -92,84 +92,6 @@ def madgrad(
     initial_param = shrunk(h, initial_param)
     dual_point = initial_param - displacement(xp, h.eps, grad_sum, grad_sq_sum)  # z_{k+1}
     return average(param, dual_point, h.momentum), grad_sum, grad_sq_sum, initial_param
-
-
-def sums(
-    xp: Namespace,
-    h: Hyper,
-    step: Scalar,
-    param: Array,
-    grad: Array,
-    old: tuple[Array, ...],
-    new: tuple[Array, ...],
-) -> tuple[Scalar, ...]:
-    """What a step of MADGRAD tells an estimate of the learning rate.
-
-    `param` is x_k; `old` and `new` are the buffers before and after the step. The g of the first
-    sum is the loss's own: coupled decay pulls to 0 for ever, as if the solution were there.
-    A coordinate whose ν is no longer finite counts for nothing, or it would stop the estimate.
-    """
-    weighted = loss_gradient(h, grad) * step_weight(h.lr, step)
-    away = old[2] - param if len(old) == 3 else displacement(xp, h.eps, *old)  # x_0 - x_k
-    root = xp.cbrt(new[1])
-    agreement = xp.where_finite(root, weighted * away)
-    return (xp.total(agreement), *_root_sums(xp, h, new[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
-
-
-def state_sums(
-    xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
-) -> tuple[Scalar, Scalar]:
-    """Those of the sums that need no gradient."""
-    return _root_sums(xp, h, grad_sum, xp.cbrt(grad_sq_sum))
-
-
-def _root_sums(xp: Namespace, h: Hyper, grad_sum: Array, root: Array) -> tuple[Scalar, Scalar]:
-    product = grad_sum * xp.quotient(grad_sum, root + h.eps)
-    totals = xp.where_finite(root, product), xp.where_finite(root, root)
-    return xp.total(totals[0]), xp.total(totals[1])  # ⟨s_k, x_0 - z_k⟩, Σ_i ∛ν_{k,i}
-
-
-def first_distance(xp: Namespace, size: Scalar) -> Scalar:
-    """D_0, from which the estimate grows; `size` is that of the weights with a gradient."""
-    return xp.larger(size * 0.02, 1e-6)  # D_0 = rms(x_0) / 50, at least 1e-6
-
-
-def first_scales(xp: Namespace, grad: Array) -> Array:
-    """As `gradient_scale` has them, of the first gradient, before it has any weight."""
-    root = xp.cbrt(abs(grad))  # g² could overflow
-    return root * root  # |g_{0,i}|^{2/3}
-
-
-def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
-    """Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ."""
-    return root_sum * weight_sum ** (-1 / 3)
-
-
-def agreement(xp: Namespace, h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
-    """Decoupled decay makes less of it as it does of s, or the quotient of both would grow.
-
-    A sum that is not finite is left out: the next one may be again.
-    """
-    newest = xp.where(newest - newest == 0, newest, 0.0)
-    return shrunk(h, so_far) + newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
-
-
-def distance(
-    xp: Namespace, so_far: Scalar, agreement: Scalar, product: Scalar, root_sum: Scalar
-) -> Scalar:
-    """D: the largest lower bound so far on the distance to a solution, in root mean square.
-
-    With A = diag(∛ν) the norms of s and x_0 - x* that belong to the method are those of A^{-1} and
-    A, and ‖s‖ in the first is √⟨s, x_0 - z⟩. Over √tr A the other is a root mean square with
-    weights ∛ν, as they are at that step.
-    """
-    norm = xp.sqrt(product) * xp.sqrt(root_sum)  # ‖s‖ √tr A
-    return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_i ⟨g_i, x_0 - x_i⟩ / ‖s‖ √tr A
-
-
-def estimated_lr(distance: Scalar, mean_scale: Scalar) -> Scalar:
-    """The γ whose first step, γ^{2/3} |g|^{1/3}, has the root mean square D."""
-    return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
 def mirror_madgrad(

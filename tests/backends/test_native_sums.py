@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 
-from cubegrad import rule
+from cubegrad import distance
 from cubegrad.backends.native import tensors as look
 from cubegrad.options import Hyper
 
@@ -116,9 +116,9 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
     scale = 1.0 if h.grad_scale is None else h.grad_scale.item()
     for i, k in enumerate(steps):
         before, after = (tuple(column[i] for column in columns) for columns in (old, new))
-        inputs = (h, k, params[i], grads[i] / scale, before, after)
-        expected += rule.sums(Wide, *inputs)
-        sizes += rule.sums(Sizes, *inputs)
+        inputs = (h, k, params[i], grads[i] / scale, before[:2], after[:2], *before[2:])
+        expected += distance.step_sums(Wide, *inputs)
+        sizes += distance.step_sums(Sizes, *inputs)
     rounding = 3e-15 if dtypes[2] == torch.float64 else 5e-7
     assert (np.abs(found - expected) <= rounding * sizes).all(), (found - expected) / sizes
 

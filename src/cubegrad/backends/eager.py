@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cubegrad import distance as distances
 from cubegrad import rule
 from cubegrad.options import Hyper
 from cubegrad.state.layout import dtype_of
@@ -65,7 +66,9 @@ def step(
         values = update(TorchFunctions, h, k, x, grad, *rest)
         if h.sums is not None:
             with torch.no_grad():
-                totals = rule.sums(TorchFunctions, h, k, x, grad, tuple(rest), values[1:])
+                totals = distances.step_sums(
+                    TorchFunctions, h, k, x, grad, tuple(rest[:2]), values[1:3], *rest[2:]
+                )
                 h.sums.add_(torch.stack(totals).to(h.sums.device))
         passed = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
         for target, value in zip((param, *state), values, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cubegrad import distance as distances
 from cubegrad import rule
 from cubegrad.options import Hyper
 from cubegrad.state.layout import dtype_of
@@ -136,7 +137,7 @@ def _run(method: str, h: Hyper, rows: list[Row]) -> None:
     xp = ListFunctions(h.eps)
     new = getattr(rule, method)(xp, h, k, old[0], grad, *old[1:])
     if h.sums is not None:
-        totals = rule.sums(xp, h, k, old[0], grad, tuple(old[1:]), new[1:])
+        totals = distances.step_sums(xp, h, k, old[0], grad, tuple(old[1:3]), new[1:3], *old[3:])
         h.sums.add_(torch.stack(totals).to(h.sums.device))
     for target, before, after in zip((params, *state), old, new, strict=True):
         if after is not before:

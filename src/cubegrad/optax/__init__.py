@@ -203,7 +203,7 @@ def _step(
     grad: ArrayLike,
     *buffers: Array | None,
 ) -> tuple[tuple[Array | None, ...], list[tuple[Array, ...]]]:
-    """What to add to the parameter, with its new buffers, and rule.sums of each part if `summed`.
+    """What to add to the parameter, its new buffers, and the step sums of each part if `summed`.
 
     Both parts of a complex number are stepped alike.
     """

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from cubegrad import distance as distances
 from cubegrad import rule
 from cubegrad.optax import xla
 from cubegrad.options import Hyper
@@ -80,7 +81,7 @@ def _first(
         told = xla.sums(partial(_first_sums, h), x, g, jnp.broadcast_to(unit, x.shape))
         sums = [so_far + newest.astype(dtype) for so_far, newest in zip(sums, told, strict=True)]
     scale, square, moved = sums
-    distance = rule.first_distance(xla, unit * jnp.sqrt(square / jnp.maximum(moved, 1.0)))
+    distance = distances.first_distance(xla, unit * jnp.sqrt(square / jnp.maximum(moved, 1.0)))
     known = jnp.isfinite(scale) & (scale > 0)
     return jnp.where(known, distance, 0.0).astype(dtype), jnp.where(known, scale / size, 0.0)
 
@@ -93,7 +94,7 @@ def _moved(h: Hyper, param: Array, grad: Array) -> Array:
 def _first_sums(
     h: Hyper, xp: Any, param: Array, grad: Array, unit: Array
 ) -> tuple[Array, Array, Array]:
-    scales = rule.first_scales(xp, rule.effective_gradient(h, param, grad))
+    scales = distances.first_scales(xp, rule.effective_gradient(h, param, grad))
     weights = _moved(h, param, grad) / unit.astype(param.dtype)
     return xp.total(scales), xp.total(weights * weights), xp.total(jnp.sign(scales))
 
@@ -101,20 +102,20 @@ def _first_sums(
 def sums(
     numbers: tuple[Hyper, Array], old: tuple[Array, ...], new: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """rule.sums; `old` are x_k, g_k and the buffers, `new` the buffers after the step."""
-    kept = len(old)
+    """distance.step_sums; `old` are x_k, g_k and the buffers, `new` the buffers after the step."""
 
-    def told(xp: Any, *arrays: Array) -> tuple[Array, ...]:
-        return rule.sums(xp, *numbers, arrays[0], arrays[1], arrays[2:kept], arrays[kept:])
+    def told(xp: Any, param: Array, grad: Array, *arrays: Array) -> tuple[Array, ...]:
+        before, after, start = arrays[:2], arrays[2:4], arrays[4:]
+        return distances.step_sums(xp, *numbers, param, grad, before, after, *start)
 
-    return xla.sums(told, *old, *new[:2])
+    return xla.sums(told, *old[:4], *new[:2], *old[4:])
 
 
 def rate(estimate: Estimate) -> Array:
     """γ of the next step, without a schedule's factor; 0 as long as there was no gradient."""
     scale = estimate.gradient_scale
     known = scale > 0
-    gamma = rule.estimated_lr(estimate.distance, jnp.where(known, scale, 1.0))
+    gamma = distances.learning_rate(estimate.distance, jnp.where(known, scale, 1.0))
     return jnp.where(known, gamma, 0.0)
 
 
@@ -127,20 +128,20 @@ def after(
 ) -> Estimate:
     """After a step of weight λ_k over `size` coordinates.
 
-    `told` are the sums (rule.sums) of each parameter, and whether it decays.
+    `told` are the sums (distance.step_sums) of each parameter, and whether it decays.
     """
     zero = jnp.zeros_like(estimate.distance)
     newest, product, roots = [zero, zero], zero, zero
     for decays, (agreed, its_product, its_roots) in told:
         newest[decays] = newest[decays] + agreed
         product, roots = product + its_product, roots + its_roots
-    agreement = rule.agreement(xla, h._replace(shrink=None), estimate.agreement, newest[False])
-    decaying = rule.agreement(xla, h, estimate.decaying, newest[True])
+    agreement = distances.agreement(xla, h._replace(shrink=None), estimate.agreement, newest[False])
+    decaying = distances.agreement(xla, h, estimate.decaying, newest[True])
     weight_sum = estimate.weight_sum + weight
     weighed = weight_sum > 0  # not while a schedule starts at 0
-    scale = rule.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
+    scale = distances.gradient_scale(roots / size, jnp.where(weighed, weight_sum, 1.0))
     new = Estimate(
-        rule.distance(xla, estimate.distance, agreement + decaying, product, roots),
+        distances.lower_bound(xla, estimate.distance, agreement + decaying, product, roots),
         agreement,
         decaying,
         # Kept where the sums have overflowed or underflowed: at 0 the estimate would begin again.

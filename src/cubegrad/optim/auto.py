@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import backends, rule, sharding
+from cubegrad import distance as distances
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.backends.launching import capturing
 from cubegrad.optim import first_estimate
@@ -149,15 +150,15 @@ def _moved(
         # A group whose factor has been 0 so far has neither weights nor a scale.
         weighted = weight_sum > 0
         one = xp.where(weighted, weight_sum, 1.0)
-        scales = scales + xp.where(weighted, rule.gradient_scale(root_sum, one), 0.0)
+        scales = scales + xp.where(weighted, distances.gradient_scale(root_sum, one), 0.0)
         coordinates = coordinates + weighted * count
-        own.append((rule.agreement(xp, h, row[1], newest), weight_sum))
+        own.append((distances.agreement(xp, h, row[1], newest), weight_sum))
     agreement = sum(mine for mine, _ in own)
     product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
-    distance = rule.distance(xp, distance, agreement, product, root_sum)
+    distance = distances.lower_bound(xp, distance, agreement, product, root_sum)
     known = scales > 0
     mean_scale = xp.where(known, scales / (coordinates + (coordinates == 0)), 1.0)
-    lr = xp.where(known, rule.estimated_lr(distance, mean_scale), lr)
+    lr = xp.where(known, distances.learning_rate(distance, mean_scale), lr)
     return [[distance, mine, lr, weight_sum, step + 1] for mine, weight_sum in own]
 
 
@@ -263,7 +264,7 @@ def _kernel(estimate: Estimate, groups: Sequence[Group]) -> Callable[..., None] 
 @torch.no_grad()
 def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> None:
     """The sums of a parameter that has no gradient this time: it agrees with nothing."""
-    told = rule.state_sums(TorchFunctions, h, states.real(grad_sum), states.real(grad_sq_sum))
+    told = distances.idle_sums(TorchFunctions, h, states.real(grad_sum), states.real(grad_sq_sum))
     sums[1:] += torch.stack(told).to(sums.device)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cubegrad import distance as distances
 from cubegrad import rule, sharding
 from cubegrad.backends.eager import TorchFunctions
 from cubegrad.options import Hyper
@@ -66,9 +67,9 @@ def begin(
         return None
     if totals.scale == 0:
         return None
-    distance = rule.first_distance(Numbers, math.sqrt(totals.square / totals.moved))
+    distance = distances.first_distance(Numbers, math.sqrt(totals.square / totals.moved))
     mean_scale = totals.scale / totals.coordinates
-    lr = rule.estimated_lr(distance, mean_scale)
+    lr = distances.learning_rate(distance, mean_scale)
     obstacle = _too_small(groups, hypers, distance, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
         _warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
@@ -88,7 +89,7 @@ def _totals(groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.devi
         for param in group["params"]:
             if param.grad is not None:
                 x, grad = _seen(h, param)
-                scales = rule.first_scales(TorchFunctions, grad.double())
+                scales = distances.first_scales(TorchFunctions, grad.double())
                 moved = scales != 0  # a weight without a gradient says nothing about a distance
                 squares = torch.where(moved, x.double(), 0.0).square()
                 told = torch.stack([TorchFunctions.total(v) for v in (scales, squares, moved)])

@@ -356,7 +356,7 @@ PyDoc_STRVAR(step_doc,
              "step(rows, starts, grads, numbers, method, param, grad, state, level, threads,\n"
              "     sums)\n\n"
              "One step over all rows, as step.h lays them out. `sums` is the address of three\n"
-             "doubles, to which those of rule.sums are added, or 0. Who calls answers for the\n"
+             "doubles, to which those of distance.step_sums are added, or 0. Who calls answers for the\n"
              "addresses; the sizes of the tables are checked here.");
 
 static PyObject *step(PyObject *self, PyObject *args)

@@ -7,7 +7,7 @@
 
 enum kind { HALF, BFLOAT16, SINGLE, DOUBLE };
 enum method { MADGRAD, MIRROR_MADGRAD };
-/* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of rule.sums. */
+/* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of distance.step_sums. */
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
@@ -33,7 +33,7 @@ struct job {
     enum method method;
     enum kind param, grad, state;
     enum level level;
-    double *sums; /* NULL, or three numbers to which those of rule.sums are added; MADGRAD only */
+    double *sums; /* NULL, or three numbers to which those of distance.step_sums are added; MADGRAD only */
 };
 
 typedef void range_function(int64_t begin, int64_t end, void *job);

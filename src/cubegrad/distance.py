@@ -1,0 +1,102 @@
+"""The learning rate estimated from the distance to a solution: arrays in, numbers out.
+
+A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
+on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
+gradient the learning rate (`learning_rate`). docs/algorithm.md derives all of it.
+
+`xp` brings the functions that array libraries spell differently, as in rule.py, and besides:
+`xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite;
+and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)` the root, and
+`xp.where(c, a, b)` is a if c, else b.
+"""
+
+from typing import Any
+
+from cubegrad import rule
+
+Array = Any
+Scalar = Any
+Hyper = Any
+Namespace = Any
+
+
+def step_sums(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    old_sums: tuple[Array, ...],
+    new_sums: tuple[Array, ...],
+    initial_param: Array | None = None,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """What a step of MADGRAD adds to the estimate; the sums are s and ν before and after it.
+
+    The first sum takes the gradient of the loss alone: coupled decay pulls towards 0 for ever, as
+    if the solution were there. A coordinate whose ν is no longer finite is left out, or it would
+    stop the estimate.
+    """
+    weighted = rule.loss_gradient(h, grad) * rule.step_weight(h.lr, step)
+    if initial_param is None:
+        away = rule.displacement(xp, h.eps, *old_sums)  # x_0 - x_k, where x is z
+    else:
+        away = initial_param - param
+    root = xp.cbrt(new_sums[1])
+    agreement = xp.where_finite(root, weighted * away)
+    return (xp.total(agreement), *_root_sums(xp, h, new_sums[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
+
+
+def idle_sums(
+    xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
+) -> tuple[Scalar, Scalar]:
+    """The last two of `step_sums`, for a parameter without a gradient; its first one is 0."""
+    return _root_sums(xp, h, grad_sum, xp.cbrt(grad_sq_sum))
+
+
+def _root_sums(xp: Namespace, h: Hyper, grad_sum: Array, root: Array) -> tuple[Scalar, Scalar]:
+    product = grad_sum * xp.quotient(grad_sum, root + h.eps)
+    totals = xp.where_finite(root, product), xp.where_finite(root, root)
+    return xp.total(totals[0]), xp.total(totals[1])  # ⟨s_k, x_0 - z_k⟩, Σ_i ∛ν_{k,i}
+
+
+def first_distance(xp: Namespace, size: Scalar) -> Scalar:
+    """D_0, where the estimate starts; `size` is the rms of the weights that have a gradient."""
+    return xp.larger(size * 0.02, 1e-6)  # D_0 = rms(x_0) / 50, at least 1e-6
+
+
+def first_scales(xp: Namespace, grad: Array) -> Array:
+    """H_i^{2/3} of each coordinate, from the first gradient."""
+    root = xp.cbrt(abs(grad))  # g² could overflow
+    return root * root  # |g_{0,i}|^{2/3}
+
+
+def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
+    """Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ."""
+    return root_sum * weight_sum ** (-1 / 3)
+
+
+def agreement(xp: Namespace, h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
+    """Σ λ_i ⟨g_i, x_0 - x_i⟩ with the newest term added.
+
+    Decoupled decay shrinks it as it shrinks s, or the quotient of the two would grow. A term that
+    is not finite is left out: the next one may be finite again.
+    """
+    newest = xp.where(newest - newest == 0, newest, 0.0)
+    return rule.shrunk(h, so_far) + newest
+
+
+def lower_bound(
+    xp: Namespace, so_far: Scalar, agreement: Scalar, product: Scalar, root_sum: Scalar
+) -> Scalar:
+    """D: the largest lower bound so far on the distance to a solution, in root mean square.
+
+    With A = diag(∛ν), the method measures s in the norm of A^{-1} and x_0 - x* in that of A.
+    ‖s‖ is then √⟨s, x_0 - z⟩, and ‖x_0 - x*‖ over √tr A is a root mean square with weights ∛ν.
+    """
+    norm = xp.sqrt(product) * xp.sqrt(root_sum)  # ‖s‖ √tr A
+    return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_i ⟨g_i, x_0 - x_i⟩ / ‖s‖ √tr A
+
+
+def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
+    """The γ whose first step, γ^{2/3} |g|^{1/3}, has the root mean square D."""
+    return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
