@@ -1,6 +1,7 @@
 """The one thing pyproject.toml cannot say: how the C extension is compiled."""
 
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -13,8 +14,8 @@ setup(
     ext_modules=[
         Extension(
             "cubegrad.backends.native._native",
-            [f"{NATIVE}/module.c", f"{NATIVE}/step.c"],
-            depends=[f"{NATIVE}/{name}" for name in ("step.h", "level.h", "kernels.h")],
+            [f"{NATIVE}/{name}.c" for name in ("module", "torch", "tensors", "step")],
+            depends=sorted(map(str, Path(NATIVE).glob("*.h"))),
             extra_compile_args=[
                 *("-O3", "-std=c11", "-pthread", "-Wall", "-Wextra"),
                 # A step at lr 0 would move by the rounding of a product that is not rounded.

@@ -10,6 +10,7 @@ and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)
 `xp.where(c, a, b)` is a if c, else b.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from cubegrad import rule
@@ -18,6 +19,9 @@ Array = Any
 Scalar = Any
 Hyper = Any
 Namespace = Any
+
+# What is kept of the estimate for a group of parameters.
+FIELDS = ("distance", "agreement", "lr", "weight_sum", "step")
 
 
 def step_sums(
@@ -100,3 +104,35 @@ def lower_bound(
 def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
     """The γ whose first step, γ^{2/3} |g|^{1/3}, has the root mean square D."""
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
+
+
+def advance(
+    xp: Namespace,
+    rows: Sequence[Sequence[Scalar]],
+    sums: Sequence[Sequence[Scalar]],
+    factors: Sequence[Scalar],
+    counts: Sequence[int],
+    hypers: Sequence[Hyper],
+) -> list[list[Scalar]]:
+    """The estimate after a step: for each group a row as `FIELDS` names it.
+
+    Distance, lr and step are the same in all rows. Each group has its own sums from the step, its
+    factor on lr and its count of coordinates. A group whose factor has been 0 so far has no
+    weights, so it says nothing about the size of gradients.
+    """
+    distance, _, lr, _, step = rows[0]
+    own, scales, coordinates = [], 0.0, 0
+    groups = zip(rows, sums, factors, counts, hypers, strict=True)
+    for row, (newest, _, root_sum), factor, count, h in groups:
+        weight_sum = row[3] + rule.step_weight(lr * factor, step)  # Σ λ_k
+        weighted = weight_sum > 0
+        scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
+        scales = scales + xp.where(weighted, scale, 0.0)
+        coordinates = coordinates + weighted * count
+        own.append((agreement(xp, h, row[1], newest), weight_sum))
+    total = sum(mine for mine, _ in own)
+    product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
+    distance = lower_bound(xp, distance, total, product, root_sum)
+    mean_scale = scales / (coordinates + (coordinates == 0)) + (scales == 0)
+    lr = xp.where(scales > 0, learning_rate(distance, mean_scale), lr)
+    return [[distance, mine, lr, weight_sum, step + 1] for mine, weight_sum in own]

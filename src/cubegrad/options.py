@@ -1,4 +1,4 @@
-"""Hyper-parameters: validated once, here, with every error message about them."""
+"""Hyper-parameters: checked once, with every error message about them."""
 
 import math
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class Hyper(NamedTuple):
     maximize: bool
     on_device: bool = False  # the step count is a tensor that is not read on the host
     differentiable: bool = False
-    found_inf: Any = None  # a GradScaler's: nothing may change where it is not 0
-    grad_scale: Any = None  # a GradScaler's: the gradients come multiplied by it
-    sums: Any = None  # three float64 numbers to which a backend adds those of distance.step_sums
+    found_inf: Any = None  # of a GradScaler: nothing may change unless it is 0
+    grad_scale: Any = None  # of a GradScaler: the gradients come multiplied by it
+    sums: Any = None  # three float64 numbers to which a backend adds distance.step_sums
 
 
 def name_of(group: dict[str, Any], index: int) -> str:
-    """What a parameter is called in messages."""
+    """A parameter's name in messages."""
     return str(group["param_names"][index]) if "param_names" in group else f"params[{index}]"
 
 
@@ -43,19 +43,19 @@ def number(name: str, value: Any) -> float:
 
 def _one_number(name: str, value: Any, remedy: str) -> float:
     try:
-        if isinstance(value, str):  # which float() would read
+        if isinstance(value, str):  # float() would parse it
             raise TypeError
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         message = f"{name}={value!r} ({kind}) must be one number; {remedy}"
-        # As torch.optim has it: a tensor of several numbers is a wrong value, not a wrong type.
+        # As in torch.optim, a tensor of several numbers is a wrong value, not a wrong type.
         several = hasattr(value, "shape") and math.prod(value.shape) != 1
         raise (ValueError if several else TypeError)(message) from error
 
 
 def auto_lr(method: str, lr: Any) -> bool:
-    """Whether lr is to be estimated; refuses it where it cannot be."""
+    """Whether lr is "auto"; refuses it for a method that cannot estimate it."""
     if not isinstance(lr, str) or lr != "auto":
         return False
     if method != "madgrad":
@@ -67,11 +67,11 @@ def auto_lr(method: str, lr: Any) -> bool:
 
 
 def check_alike(groups: list[dict[str, Any]]) -> None:
-    """Refuse groups of which some have an estimated lr and some their own."""
+    """Refuse lr="auto" for some groups only."""
     if len({bool(group["auto_lr"]) for group in groups}) > 1:
         raise ValueError(
             "lr='auto' must be given for all groups or for none; with MADGRAD(groups, lr='auto') a "
-            "group's own lr is a factor on what is estimated: use lr=0.1 for a tenth of it"
+            "group's own lr is a factor on the estimate: use lr=0.1 for a tenth of it"
         )
 
 
@@ -87,7 +87,7 @@ def check(options: dict[str, Any]) -> None:
 
 
 def check_numbers(options: dict[str, Any], lr_name: str = "lr") -> None:
-    """Refuse numbers out of range; one that is not known yet is left out of `options`."""
+    """Refuse numbers out of range; `options` leaves out those that are not known yet."""
     for name in (lr_name, "momentum", "weight_decay", "eps", "reference_lr"):
         if name in options:
             value = number(name, options[name])
@@ -114,30 +114,35 @@ def _check_decay(options: dict[str, Any], lr_name: str) -> None:
                 f"weight_decay={decay} must be <= 1 with decoupled_lr=True: weights shrink by "
                 "1 - weight_decay a step; use about lr times the decay you would give AdamW"
             )
-    elif options.get("auto_lr"):  # lr is a factor on what is not known yet
+    elif options.get("auto_lr"):  # lr is a factor on the estimate, which is not known yet
         return
-    elif options["decoupled_weight_decay"] and lr is not None and lr * decay > 1:
+    elif is_decoupled(options) and lr is not None and lr * decay > 1:
         raise ValueError(
             f"{lr_name}*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
             f"weights shrink by 1 - {lr_name}*weight_decay a step; lower one of them"
         )
 
 
+def is_decoupled(options: dict[str, Any]) -> bool:
+    """Whether weight decay shrinks the weights instead of being added to the gradient."""
+    return bool(options["decoupled_weight_decay"] or options["decoupled_lr"])
+
+
 def decay_factor(options: dict[str, Any], lr: Any) -> Any:
-    """What decoupled decay multiplies x and z by at this lr, if there is such decay."""
+    """What decoupled decay multiplies x and z by at this lr, unchecked."""
     rate = lr / options["reference_lr"] if options["decoupled_lr"] else lr
     return 1 - options["weight_decay"] * rate
 
 
 def shrink(options: dict[str, Any], lr: Any) -> Any:
-    """As `decay_factor`, never below 0; None without such decay."""
+    """What decoupled decay multiplies x and z by at this lr, never below 0; None without it."""
     decay = options["weight_decay"]
-    if not decay or not (options["decoupled_weight_decay"] or options["decoupled_lr"]):
+    if not decay or not is_decoupled(options):
         return None
     factor = decay_factor(options, lr)
     if hasattr(factor, "clamp"):
         return factor.clamp(min=0)
-    if factor < 0 and options.get("auto_lr"):  # nobody could have known
+    if factor < 0 and options.get("auto_lr"):  # the user cannot foresee the estimate, so clamp
         return 0.0
     if factor < 0:
         raise ValueError(
@@ -145,6 +150,16 @@ def shrink(options: dict[str, Any], lr: Any) -> Any:
             ">= 0; lower weight_decay, or build the optimizer with the peak lr if decoupled_lr=True"
         )
     return factor
+
+
+def decay(options: dict[str, Any], lr: Any, factor: Any) -> tuple[float, Any]:
+    """Coupled decay, and what decoupled decay multiplies by: `Hyper.weight_decay` and `.shrink`.
+
+    `lr` is `factor` times the estimate if lr="auto". decoupled_lr decays by the factor alone.
+    """
+    if not is_decoupled(options):
+        return options["weight_decay"], None
+    return 0.0, shrink(options, factor if options["decoupled_lr"] else lr)
 
 
 class Limit(NamedTuple):

@@ -18,7 +18,7 @@ from fork_check import prepared, stepped
 
 import cubegrad
 from cubegrad import backends
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends.native import tensors
 
 cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
@@ -33,7 +33,7 @@ EAGER = BACKENDS[0]
 def roots(x, level):
     result = np.empty_like(x)
     kind = cpu.KINDS[torch.float32 if x.dtype == np.float32 else torch.float64]
-    look.native.cbrt(x, result, kind, level)
+    tensors.native.cbrt(x, result, kind, level)
     return result
 
 
@@ -191,13 +191,13 @@ import sys
 sys.modules["cubegrad.backends.native._native"] = None
 import torch, cubegrad
 from cubegrad import backends
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends.native import tensors
 param = torch.nn.Parameter(torch.ones(3))
 optimizer = cubegrad.MADGRAD([param])
 param.grad = torch.ones(3)
 optimizer.step()
 assert optimizer._backend(optimizer.param_groups[0]) is backends.foreach
-assert look.addresses is look.plain_addresses
+assert tensors.addresses is tensors.plain_addresses
 assert (param < 1).all()
 print(backends.available()["cpu"])
 """
@@ -224,7 +224,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler
 @needs_compiler
 def test_the_extension_compiles_without_a_warning(tmp_path):
     include = sysconfig.get_paths()["include"]
-    for source in ("step.c", "module.c"):
+    for source in ("step.c", "tensors.c", "torch.c", "module.c"):
         flags = [*FLAGS_C.split(), "-O3", "-fno-trapping-math", "-DPy_LIMITED_API=0x030B0000"]
         command = [COMPILER, *flags, f"-I{include}", "-c", str(SOURCES / source)]
         result = subprocess.run(

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from cubegrad import distance
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends.batch import Batch, Row
+from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
+from cubegrad.state.layout import MADGRAD, MADGRAD_WITHOUT_START, MIRROR_MADGRAD
 
 cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
@@ -39,8 +41,8 @@ DTYPES = {  # of parameter, gradient and state
 }
 
 
-def group(h, dtypes=DTYPES["float32"], sizes=SIZES):
-    """Parameters, gradients, step counts and buffers, in the middle of a run."""
+def batch(h, dtypes=DTYPES["float32"], sizes=SIZES):
+    """Parameters in the middle of a run."""
     param, grad, state = dtypes
 
     def randn(seed, dtype):
@@ -53,8 +55,10 @@ def group(h, dtypes=DTYPES["float32"], sizes=SIZES):
     for tensor in squares:
         tensor[::5] = 0.0
     steps = [torch.tensor(3.0 + k) for k in range(len(sizes))]
-    centre = [randn(4, state)] if h.momentum else []
-    return params, grads, steps, [grad_sums, squares, *centre]
+    starts = [randn(4, state)] if h.momentum else []
+    layout = MADGRAD if h.momentum else MADGRAD_WITHOUT_START
+    buffers = zip(grad_sums, squares, *starts, strict=True)
+    return Batch(layout, list(map(Row, params, grads, steps, buffers)))
 
 
 class Wide:
@@ -75,24 +79,22 @@ class Sizes(Wide):
         return np.abs(v).sum()
 
 
-def numbers(columns):
-    return [[cases.numbers(t) for t in column] for column in columns]
-
-
-def stepped(h, members):
-    """The sums that a step adds to nothing; the members are stepped."""
+def step_sums(h, batch):
+    """The sums of a step over the batch."""
     sums = torch.zeros(3, dtype=torch.float64)
-    cpu.step("madgrad", h._replace(sums=sums), *members)
+    cpu.step(batch, h._replace(sums=sums))
     return sums
 
 
-def copied(members):
-    params, grads, steps, *buffers = [[t.clone() for t in column] for column in flat(members)]
-    return params, grads, steps, buffers
+def copied(batch):
+    rows = [
+        Row(*(t.clone() for t in row[:3]), tuple(t.clone() for t in row[3])) for row in batch.rows
+    ]
+    return batch._replace(rows=rows)
 
 
-def flat(members):
-    return *members[:3], *members[3]
+def tensors_of(batch):
+    return [tensor for row in batch.rows for tensor in (*row[:3], *row.buffers)]
 
 
 @pytest.fixture
@@ -108,19 +110,19 @@ def threads():
 def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
     monkeypatch.setattr(cpu, "LEVEL", level)
     threads(2)
-    members = group(h, dtypes)
-    params, grads, steps, *old = numbers(flat(members))
-    found = stepped(h, members).numpy()
-    new = numbers(members[3])
+    after = batch(h, dtypes)
+    before = copied(after)
+    sums = step_sums(h, after).numpy()
     expected, sizes = np.zeros(3), np.zeros(3)
     scale = 1.0 if h.grad_scale is None else h.grad_scale.item()
-    for i, k in enumerate(steps):
-        before, after = (tuple(column[i] for column in columns) for columns in (old, new))
-        inputs = (h, k, params[i], grads[i] / scale, before[:2], after[:2], *before[2:])
+    for old_row, new_row in zip(before.rows, after.rows, strict=True):
+        x, g, k = map(cases.numbers, old_row[:3])
+        old, new = (tuple(map(cases.numbers, row.buffers)) for row in (old_row, new_row))
+        inputs = (h, k, x, g / scale, old[:2], new[:2], *old[2:])
         expected += distance.step_sums(Wide, *inputs)
         sizes += distance.step_sums(Sizes, *inputs)
     rounding = 3e-15 if dtypes[2] == torch.float64 else 5e-7
-    assert (np.abs(found - expected) <= rounding * sizes).all(), (found - expected) / sizes
+    assert (np.abs(sums - expected) <= rounding * sizes).all(), (sums - expected) / sizes
 
 
 @each_level
@@ -128,44 +130,43 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes):
     monkeypatch.setattr(cpu, "LEVEL", level)
-    with_sums = group(h, dtypes)
+    with_sums = batch(h, dtypes)
     without = copied(with_sums)
     for _ in range(2):
-        stepped(h, with_sums)
-        cpu.step("madgrad", h, *without)
-    for mine, other in zip(flat(with_sums), flat(without), strict=True):
-        assert all(map(cases.same_bits, mine, other))
+        step_sums(h, with_sums)
+        cpu.step(without, h)
+    assert all(map(cases.same_bits, tensors_of(with_sums), tensors_of(without)))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (40_000,), (1_200_000, 3, 70_001)], ids=str)
 def test_the_same_sums_at_every_call_with_any_number_of_threads(threads, sizes):
     """Whoever takes a piece, and in whatever order."""
-    members = group(PLAIN, sizes=sizes)
+    parameters = batch(PLAIN, sizes=sizes)
     seen = set()
     for number in (*(2,) * 20, 1, 3, 7):
         threads(number)
-        seen.add(stepped(PLAIN, copied(members)).numpy().tobytes())
+        seen.add(step_sums(PLAIN, copied(parameters)).numpy().tobytes())
     assert len(seen) == 1
 
 
 def test_sums_are_added_to_what_is_there():
-    members = group(PLAIN)
-    alone = stepped(PLAIN, copied(members))
+    parameters = batch(PLAIN)
+    alone = step_sums(PLAIN, copied(parameters))
     sums = torch.tensor([1e3, 2e3, 3e3], dtype=torch.float64)
     expected = sums + alone
-    cpu.step("madgrad", PLAIN._replace(sums=sums), *members)
+    cpu.step(parameters, PLAIN._replace(sums=sums))
     torch.testing.assert_close(sums, expected, rtol=1e-14, atol=0)
 
 
 def test_a_skipped_step_adds_nothing():
     h = PLAIN._replace(found_inf=torch.tensor(1.0), grad_scale=torch.tensor(2.0))
-    assert stepped(h, group(h)).tolist() == [0, 0, 0]
+    assert step_sums(h, batch(h)).tolist() == [0, 0, 0]
 
 
 def test_a_tensor_without_elements_adds_nothing():
-    members = group(PLAIN, sizes=(0,))
-    assert stepped(PLAIN, members).tolist() == [0, 0, 0]
-    assert members[2][0] == 4
+    parameters = batch(PLAIN, sizes=(0,))
+    assert step_sums(PLAIN, parameters).tolist() == [0, 0, 0]
+    assert parameters.rows[0].step == 4
 
 
 @pytest.mark.parametrize(
@@ -174,19 +175,20 @@ def test_a_tensor_without_elements_adds_nothing():
     ids=["float32", "two", "gaps"],
 )
 def test_a_place_that_does_not_fit_is_refused(sums):
-    members = group(PLAIN)
+    parameters = batch(PLAIN)
     with (
-        cases.no_change(*members[0], *members[2], sums),
+        cases.no_change(*tensors_of(parameters), sums),
         pytest.raises(ValueError, match=r"three dense float64.*zeros\(3"),
     ):
-        cpu.step("madgrad", PLAIN._replace(sums=sums), *members)
+        cpu.step(parameters, PLAIN._replace(sums=sums))
 
 
 def test_the_mirror_form_has_no_sums():
     h = PLAIN._replace(sums=torch.zeros(3, dtype=torch.float64))
-    params, grads, steps, buffers = group(h)
-    with cases.no_change(*params, *steps), pytest.raises(ValueError, match="do not fit"):
-        cpu.step("mirror_madgrad", h, params, grads, steps, buffers[1:])
+    rows = [row._replace(buffers=row.buffers[1:]) for row in batch(h).rows]
+    mirror = Batch(MIRROR_MADGRAD, rows)
+    with cases.no_change(*tensors_of(mirror)), pytest.raises(ValueError, match="do not fit"):
+        cpu.step(mirror, h)
 
 
 def test_without_memory_nothing_changes():
@@ -196,7 +198,7 @@ def test_without_memory_nothing_changes():
     starts, grads = array("q", [0, 2**61]).tobytes(), array("q", [0]).tobytes()
     kinds = (cpu.METHODS["madgrad"], *[cpu.KINDS[torch.float32]] * 3)
     with cases.no_change(count, sums), pytest.raises(MemoryError):
-        look.native.step(
+        tensors.native.step(
             row,
             starts,
             grads,

@@ -1,13 +1,13 @@
-"""The quick look at the tensors of a step sees what the plain one sees."""
+"""The checks of a repeated step: those in C notice what those in Python notice."""
 
 import copy
 
 import pytest
 import torch
 
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends.native import tensors
 
-if look.addresses is look.plain_addresses:
+if tensors.addresses is tensors.plain_addresses:
     pytest.skip("the extension is not built", allow_module_level=True)
 
 
@@ -77,13 +77,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-def test_both_looks_agree(change):
+def test_c_and_python_agree(change):
     arrange, still_fits = CHANGES[change]
     params = params_of()
-    quick, plain = look.signature(params, []), look.plain_signature(params, [])
+    quick, plain = tensors.signature(params, []), tensors.plain_signature(params, [])
     arrange(params)
-    addresses = look.addresses(params, [], quick)
-    assert addresses == look.plain_addresses(params, [], plain)
+    addresses = tensors.addresses(params, [], quick)
+    assert addresses == tensors.plain_addresses(params, [], plain)
     assert (addresses is not None) == still_fits
     if still_fits:
         found = [int.from_bytes(addresses[i : i + 8], "little") for i in range(0, 48, 8)]
@@ -93,31 +93,31 @@ def test_both_looks_agree(change):
 def test_strides_exchanged_in_place_are_seen():
     param = torch.nn.Parameter(torch.ones(4, 4))
     param.grad = torch.ones(4, 4)
-    quick, plain = look.signature([param], []), look.plain_signature([param], [])
+    quick, plain = tensors.signature([param], []), tensors.plain_signature([param], [])
     param.data = param.data.t()  # the same address
-    assert look.addresses([param], [], quick) is None
-    assert look.plain_addresses([param], [], plain) is None
+    assert tensors.addresses([param], [], quick) is None
+    assert tensors.plain_addresses([param], [], plain) is None
 
 
 def test_no_signature_without_gradients():
     params = params_of()
     params[2].grad = None
-    assert look.signature(params, []) is None
-    assert look.plain_signature(params, []) is None
+    assert tensors.signature(params, []) is None
+    assert tensors.plain_signature(params, []) is None
 
 
-def test_swapped_tensors_are_looked_at_where_they_are_now():
+def test_swapped_tensors_are_noticed():
     params = params_of()
-    signature = look.signature(params, [])
+    signature = tensors.signature(params, [])
     torch.utils.swap_tensors(params[0], copy.deepcopy(params[0]))
     params[0].grad = torch.ones(4, 5)
-    assert look.addresses(params, [], signature) is None
+    assert tensors.addresses(params, [], signature) is None
 
 
 @pytest.mark.parametrize("bad", [(1,), ([torch.ones(1)], "text"), ([1],), ()])
 def test_bad_calls_are_refused(bad):
     with pytest.raises((TypeError, AttributeError)):
-        (look.addresses if len(bad) > 1 else look.signature)(*bad)
+        (tensors.addresses if len(bad) > 1 else tensors.signature)(*bad)
 
 
 def transpose(tensor):
@@ -129,36 +129,37 @@ def widen(tensor):
 
 
 @pytest.mark.parametrize("change", [transpose, widen, torch.Tensor.share_memory_])
-def test_both_looks_see_a_change_of_state(change):
+def test_c_and_python_notice_a_change_of_state(change):
     state = [torch.zeros(()), torch.ones(4, 4), torch.ones(3)]
-    looks = (look.signature, look.addresses), (look.plain_signature, look.plain_addresses)
-    signatures = [sign([], state) for sign, _ in looks]
-    parts = [look.joined([sign([], [tensor]) for tensor in state]) for sign, _ in looks]
+    in_c = tensors.signature, tensors.addresses
+    both = in_c, (tensors.plain_signature, tensors.plain_addresses)
+    signatures = [sign([], state) for sign, _ in both]
+    parts = [tensors.joined([sign([], [tensor]) for tensor in state]) for sign, _ in both]
     assert signatures == parts
-    fits = [check([], state, known) for (_, check), known in zip(looks, signatures, strict=True)]
+    fits = [check([], state, known) for (_, check), known in zip(both, signatures, strict=True)]
     assert fits == [b"", b""]
     change(state[1])
-    fits = [check([], state, known) for (_, check), known in zip(looks, signatures, strict=True)]
+    fits = [check([], state, known) for (_, check), known in zip(both, signatures, strict=True)]
     assert fits == [None, None]
 
 
-@pytest.mark.parametrize("bump", [look.bump_versions, look.plain_bump_versions])
+@pytest.mark.parametrize("bump", [tensors.bump_versions, tensors.plain_bump_versions])
 def test_versions_are_raised_by_one(bump):
-    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
-    before = [tensor._version for tensor in tensors]
-    bump(tensors)
-    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+    params = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
+    before = [param._version for param in params]
+    bump(params)
+    assert [param._version for param in params] == [version + 1 for version in before]
 
 
 def test_same_is_identity():
     a, b = [object(), object()], [object()]
-    assert look.same(a, list(a))
-    assert not look.same(a, b)
-    assert not look.same(a, a[::-1])
-    assert look.plain_same(a, list(a))
-    assert not look.plain_same(a, a[::-1])
+    assert tensors.same_objects(a, list(a))
+    assert not tensors.same_objects(a, b)
+    assert not tensors.same_objects(a, a[::-1])
+    assert tensors.plain_same_objects(a, list(a))
+    assert not tensors.plain_same_objects(a, a[::-1])
 
 
 def test_a_step_refuses_tables_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
-        look.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 1, 0)
+        tensors.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 1, 0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubegrad import MADGRAD
-from cubegrad.optim import auto as estimate
+from cubegrad import MADGRAD, backends, distance
+from cubegrad.functions import NumberFunctions
+from cubegrad.optim import auto
 from cubegrad.options import Hyper
 
 triton = pytest.importorskip("cubegrad.backends.triton.launch")
@@ -39,11 +40,11 @@ def test_it_does_what_the_formulas_say(count: int, shrink: float | None) -> None
     if shrink is not None:
         kept = on_device([h.shrink if h.shrink is not None else 1.0 for h in hypers])
     for step in range(1, 6):
-        told = sums_of(count, step)
-        sums = on_device(told)
+        step_sums = sums_of(count, step)
+        sums = on_device(step_sums)
         rates = on_device([rows[0][2] * factor for factor in factors])
         triton.advance(values, sums, rates, kept, on_device(counts), None)
-        rows = estimate._moved(estimate.Numbers, rows, told, factors, counts, hypers)
+        rows = distance.advance(NumberFunctions, rows, step_sums, factors, counts, hypers)
         assert values.tolist() == [pytest.approx(row, rel=1e-12) for row in rows]
         assert not sums.any()
     assert rows[0][0] > 0.1  # it grew
@@ -93,6 +94,14 @@ def groups_in_turns(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
     return params, optimizer
 
 
+def pretend_on_device(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Keep the numbers in tensors, and let the kernel or torch advance them."""
+    never = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(auto.Estimate, "on_host", never, raising=False)
+    kernel = triton.advance if way == "kernel" else None
+    monkeypatch.setattr(backends, "estimate_kernel", lambda *_: kernel)
+
+
 @pytest.mark.parametrize("way", ["kernel", "tensors"])
 @pytest.mark.parametrize("decoupled", [False, True], ids=["", "decoupled"])
 def test_an_optimizer_goes_on_alike_on_a_device(
@@ -100,9 +109,7 @@ def test_an_optimizer_goes_on_alike_on_a_device(
 ) -> None:
     """The numbers as tensors, moved on by the kernel or by torch, against those of the host."""
     expected, judge = groups_in_turns(12, decoupled_weight_decay=decoupled)
-    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
-    kernel = triton.advance if way == "kernel" else None
-    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    pretend_on_device(monkeypatch, way)
     params, optimizer = groups_in_turns(12, decoupled_weight_decay=decoupled)
     assert optimizer.estimated_lr() == pytest.approx(judge.estimated_lr(), rel=1e-11)
     for param, other in zip(params, expected, strict=True):
@@ -132,8 +139,6 @@ def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.Mon
         return found
 
     expected = slopes()
-    monkeypatch.setattr(estimate.Estimate, "_on_host", lambda _: False)
-    kernel = triton.advance if way == "kernel" else None
-    monkeypatch.setattr(estimate, "_kernel", lambda *_: kernel)
+    pretend_on_device(monkeypatch, way)
     assert slopes() == pytest.approx(expected, rel=1e-10)
     assert abs(expected[-1]) > 0

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cubegrad import MADGRAD, MirrorMADGRAD
-from cubegrad.backends import overlap
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends import memory
+from cubegrad.backends.native import tensors
 from cubegrad.optim.watched import Watched
 
 SHAPES = [(8, 8), (30,), (5, 5), (3,)] * 5
@@ -46,7 +46,7 @@ def assert_alike(runs):
 
 
 def prepared(run):
-    return run[1]._repeated.prepared[0][0]
+    return run[1]._repeats.prepared[0]
 
 
 def of_one(name, move):
@@ -158,8 +158,11 @@ def test_a_weak_reference_to_a_storage_counts():
     held = weakref.ref(optimizer.state[params[3]]["grad_sum"].untyped_storage())
     for k in range(1, 9):
         step(runs, k)
-    assert [w is optimizer.state[params[3]] for w in prepared(runs[0]).journal.lent] in ([], [True])
-    assert held() is None or prepared(runs[0]).journal.lent
+    assert [w is optimizer.state[params[3]] for w in prepared(runs[0]).journal.exposed] in (
+        [],
+        [True],
+    )
+    assert held() is None or prepared(runs[0]).journal.exposed
 
 
 def test_two_optimizers_that_share_their_state():
@@ -261,15 +264,15 @@ def test_state_is_compared_while_somebody_holds_it_and_only_then(read):
     for k in range(3):
         step(runs, k)
     journal = prepared(runs[0]).journal
-    assert not journal.lent  # nobody has asked for it
+    assert not journal.exposed  # nobody has asked for it
     held = READS[read](optimizer.state[params[3]])
-    assert [watched is optimizer.state[params[3]] for watched in journal.lent] == [True]
+    assert [watched is optimizer.state[params[3]] for watched in journal.exposed] == [True]
     step(runs, 3)
-    assert journal.lent
+    assert journal.exposed
     del held
     for k in range(4, 12):  # looked at ever more seldom
         step(runs, k)
-    assert not journal.lent
+    assert not journal.exposed
     assert_alike(runs)
 
 
@@ -288,21 +291,23 @@ def test_a_state_dict_does_not_slow_later_steps():
     step(runs, 0)
     saved = optimizer.state_dict()
     journal = prepared(runs[0]).journal
-    assert len(journal.lent) == len(SHAPES)
+    assert len(journal.exposed) == len(SHAPES)
     del saved
     for k in range(1, 5):
         step(runs, k)
-    assert not journal.lent
+    assert not journal.exposed
 
 
-def test_state_that_is_read_all_the_time_is_seldom_taken_back(monkeypatch):
-    """To see who holds it takes longer than to compare it."""
+def test_references_are_counted_seldom_where_the_state_is_read_often(monkeypatch):
+    """Counting references takes longer than comparing addresses."""
     (params, optimizer), _ = runs = twins()
     step(runs, 0)
     journal = prepared(runs[0]).journal
     calls = []
     monkeypatch.setattr(
-        journal, "take_back", lambda take=journal.take_back: (calls.append(1), take())
+        journal,
+        "count_references",
+        lambda count=journal.count_references: (calls.append(1), count()),
     )
     for k in range(1, 40):
         assert optimizer.state[params[0]]["step"] == k
@@ -310,9 +315,9 @@ def test_state_that_is_read_all_the_time_is_seldom_taken_back(monkeypatch):
     assert 3 <= len(calls) <= 8
     for k in range(40, 1000):
         step(runs, k)
-        if journal.step - journal.taken_at > 4 * journal.wait:
+        if journal.step - journal.checked_at > 4 * journal.wait:
             break
-    assert not journal.lent
+    assert not journal.exposed
     assert optimizer.state[params[0]]["step"] > 40
     assert journal.wait == 1
     assert_alike(runs)
@@ -378,18 +383,18 @@ def test_the_searches_for_shared_memory_agree():
         cuts = torch.randint(0, 990, (6,), generator=generator).tolist()
         written = [room[cut : cut + 10] for cut in sorted({cut // 20 * 20 for cut in cuts[:4]})]
         grads = [room[cut : cut + 5] for cut in cuts[4:]]
-        judge = any(overlap.meet(overlap.span(w), overlap.span(g)) for w in written for g in grads)
+        spans = [memory.span(w) for w in written], [memory.span(g) for g in grads]
+        expected = any(memory.overlap(w, g) for w in spans[0] for g in spans[1])
         addresses = b"".join(g.data_ptr().to_bytes(8, "little") for g in grads)
-        spans = [overlap.span(w) for w in written], [overlap.span(g) for g in grads]
-        told = overlap.packed(spans[0]), overlap.lengths(grads), addresses
-        assert overlap.meets(*told) == judge
-        assert overlap.plain_meets(*told) == judge
-        assert overlap.any_meet(*spans) == judge
-        seen.add(judge)
+        packed = memory.packed(spans[0]), memory.lengths(spans[1]), addresses
+        assert tensors.any_within(*packed) == expected
+        assert tensors.plain_any_within(*packed) == expected
+        assert memory.any_overlap(*spans) == expected
+        seen.add(expected)
     assert seen == {True, False}
-    assert overlap.any_meet([(0, 5), (4, 8)], [])
-    assert not overlap.any_meet([(0, 5)], [(5, 9), (6, 10), (0, 0), (3, 3)])
-    assert overlap.span(room.view(10, 100)[2:4, 5:9]) == (
+    assert memory.any_overlap([(0, 5), (4, 8)], [])
+    assert not memory.any_overlap([(0, 5)], [(5, 9), (6, 10), (0, 0), (3, 3)])
+    assert memory.span(room.view(10, 100)[2:4, 5:9]) == (
         room.data_ptr() + 4 * 205,
         room.data_ptr() + 4 * 309,
     )
@@ -432,5 +437,5 @@ def test_a_negated_gradient_at_an_address_met_before():
             param.grad = (value if k < 3 else value.conj()).imag
             optimizer.step()
         results.append(param.detach())
-    assert (look.addresses is look.plain_addresses) or param.grad.is_neg()
+    assert (tensors.addresses is tensors.plain_addresses) or param.grad.is_neg()
     torch.testing.assert_close(*results)

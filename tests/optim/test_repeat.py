@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import BACKENDS
 
-from cubegrad.optim import base as shell
+from cubegrad.optim import repeat, step
 from cubegrad.optim.watched import Journal, Watched
 
 triton_backend = pytest.importorskip("cubegrad.backends.triton.launch")
@@ -48,7 +48,7 @@ class Twins:
                 torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6, check_device=False)
 
     def ready(self):
-        return len(self.optimizers[0]._repeated.prepared)
+        return len(self.optimizers[0]._repeats.prepared)
 
 
 def test_a_repeated_step_is_prepared_and_follows_every_change():
@@ -140,16 +140,18 @@ def test_what_is_made_inside_a_capture_is_kept_and_not_repeated(monkeypatch):
     kept = []
     monkeypatch.setattr(triton_backend, "capturing", lambda: True)
     monkeypatch.setattr(triton_backend, "CAPTURED", kept)
-    monkeypatch.setattr(shell, "capturing", lambda: True)
+    monkeypatch.setattr(step, "capturing", lambda: True)
+    monkeypatch.setattr(repeat, "capturing", lambda: True)
     params = params_of([(5,), (3, 4)])
     optimizer = cases.build(cases.MADGRAD, FUSED, params, {"capturable": True})
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert not optimizer._repeated.prepared
-    assert all(launch.rows.numel() for launch, *_ in kept)
-    assert any(params[0] is tensor for launch, *_ in kept for tensor in launch.alive[0])
-    assert any(params[0].grad is tensor for launch, *_ in kept for tensor in launch.alive[1])
+    assert not optimizer._repeats.prepared
+    launch, batch, *_ = kept[0]
+    assert launch.rows.numel()
+    assert [row.param for row in batch.rows] == params
+    assert all(row.grad is row.param.grad for row in batch.rows)
 
 
 def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
@@ -160,11 +162,12 @@ def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
         param.grad = torch.ones_like(param)
     for _ in range(2):
         optimizer.step()
-    (prepared, _) = optimizer._repeated.prepared[0]
+    prepared = optimizer._repeats.prepared[0]
     kept = []
     monkeypatch.setattr(triton_backend, "capturing", lambda: True)
     monkeypatch.setattr(triton_backend, "CAPTURED", kept)
-    monkeypatch.setattr(shell, "capturing", lambda: True)
+    monkeypatch.setattr(step, "capturing", lambda: True)
+    monkeypatch.setattr(repeat, "capturing", lambda: True)
     optimizer.step()
     tables = [table for part in prepared.parts for _, table in part.tables]
     assert tables

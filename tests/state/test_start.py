@@ -231,7 +231,7 @@ def test_a_parameter_that_stays_open_does_not_keep_its_group_from_repeating():
     for _ in range(2):
         params[0].grad = torch.ones(3)
         optimizer.step()
-    assert optimizer._repeated.prepared
+    assert optimizer._repeats.prepared
 
 
 @each_class
@@ -282,7 +282,7 @@ def test_an_entry_of_a_wrapper_before_the_first_step():
         param.grad = torch.ones(3)
         optimizer.step()
     assert optimizer.state[param]["step"] == 3
-    assert optimizer._repeated.prepared  # it is no obstacle
+    assert optimizer._repeats.prepared  # it is no obstacle
 
 
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}, {"foreach": True}], ids=str)
@@ -342,6 +342,6 @@ def test_what_has_no_gradient_does_not_decide():
             live.grad = torch.ones(3)
             for _ in range(3):
                 optimizer.step()
-            assert optimizer._repeated.prepared
+            assert optimizer._repeats.prepared
             assert optimizer._step_supports_amp_scaling
             assert meta not in optimizer.state

@@ -110,7 +110,7 @@ def build(
     base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
     optimizer = method.optimizer(params, **base, **backend.flags)  # type: ignore[call-arg]
     if backend.module is not None:
-        optimizer._choose = lambda *_, **__: backend.module
+        optimizer._backend = lambda _: backend.module
     return optimizer
 
 

@@ -63,7 +63,7 @@ def check_sharded_steps(backend, method, dtype, placement, momenta):
                 assert (tensor.placements, tensor.device_mesh) == (q.placements, q.device_mesh)
                 assert tensor.dtype == one.state[p][name].dtype
                 assert tensor.stride() == one.state[p][name].stride()
-    assert len(many._repeated.prepared) == (fused and not dtype.is_complex)
+    assert len(many._repeats.prepared) == (fused and not dtype.is_complex)
 
 
 @on(2, 3)
@@ -96,7 +96,7 @@ def a_prepared_step_sees_shards_that_moved():
 
     step()
     step()
-    assert optimizers[0]._repeated.prepared
+    assert optimizers[0]._repeats.prepared
     param._local_tensor = param._local_tensor.clone()  # as FSDP2 does when a model is moved
     step()
     param._local_tensor.data = param._local_tensor.clone()
@@ -120,16 +120,16 @@ def a_step_touches_its_share_of_the_bytes():
     backend = optimizer._backend(optimizer.param_groups[0])
 
     class Counting:
-        Launch = backend.Launch
+        FUSED = True
 
         @staticmethod
-        def step(method, h, params, grads, steps, buffers):
-            columns = [params, grads, *buffers]
-            assert all(type(t) is torch.Tensor for column in columns for t in column)
-            seen.append(sum(t.nbytes for column in columns for t in column))
-            backend.step(method, h, params, grads, steps, buffers)
+        def step(batch, h):
+            tensors = [t for row in batch.rows for t in (row.param, row.grad, *row.buffers)]
+            assert all(type(t) is torch.Tensor for t in tensors)
+            seen.append(sum(t.nbytes for t in tensors))
+            return backend.step(batch, h)
 
-    optimizer._choose = lambda *_, **__: Counting
+    optimizer._backend = lambda _: Counting
     optimizer.step()
     assert seen == [5 * full.nbytes // world]  # parameter, gradient and three buffers
     held = [sharding.local(t) for t in optimizer.state[param].values() if t.ndim]

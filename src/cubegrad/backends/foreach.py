@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cubegrad import distance as distances
-from cubegrad import rule
+from cubegrad import distance, rule
+from cubegrad.backends.batch import Batch, Row
 from cubegrad.options import Hyper
-from cubegrad.state.layout import dtype_of
+from cubegrad.state.layout import Layout, state_dtype
 
-# Lists of the state's dtype alive at the rule's peak, measured over all options: the two
-# new sums, a displacement in the making, shrunk copies, and copies of half-precision input.
+NAME = "foreach"
+FUSED = False
+
+# Lists of the state's dtype that are alive at the rule's peak, measured over all options: the two
+# new sums, parts of a displacement, shrunk copies, and copies of half-precision input.
 ALIVE_AT_PEAK = 10
-# What malloc still serves from its heap: on 2 cores of a Xeon with 2 MiB of L2 each, 2^23 float32
-# elements took 155 ms a step in slices of 2^15, 650 ms in slices of 2^16 or whole.
+# Small enough for malloc to serve from its heap: on 2 cores of a Xeon with 2 MiB of L2 each, 2^23
+# float32 elements took 155 ms a step in slices of 2^15, 650 ms in slices of 2^16 or whole.
 CPU_SLICE_BYTES = 2**17
 # Below this many elements the temporaries do not matter.
 SMALLEST_SLICE = 2**12
-
-Row = tuple[Tensor, ...]  # param, grad, step, and the buffers of one parameter
 
 
 class TensorList:
@@ -82,77 +83,74 @@ class ListFunctions:
         return torch.stack([tensor.sum(dtype=torch.float64) for tensor in x.tensors]).sum()
 
 
-def _alike(h: Hyper, rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Rows that one list operation may take: one device, one dtype, one k if k is a number."""
-    alike: dict[Any, list[Row]] = {}
+def step(batch: Batch, h: Hyper) -> None:
+    for rows in _by_step(batch.rows, h):
+        for part in _slices(rows):
+            _run(batch.layout, part, h)
+    torch._foreach_add_([row.step for row in batch.rows], 1)
+
+
+def _by_step(rows: list[Row], h: Hyper) -> list[list[Row]]:
+    """Rows with one k, where k is a number and not a tensor."""
+    if h.on_device:
+        return [rows]
+    groups: dict[float, list[Row]] = {}
     for row in rows:
-        param, grad, step = row[:3]
-        k = None if h.on_device else step.item()
-        alike.setdefault((param.device, param.dtype, grad.dtype, k), []).append(row)
-    yield from alike.values()
+        groups.setdefault(row.step.item(), []).append(row)
+    return list(groups.values())
+
+
+def _slices(rows: list[Row]) -> Iterator[list[Row]]:
+    """The rows cut and gathered into lists of a bounded number of elements."""
+    param = rows[0].param
+    itemsize = state_dtype(param).itemsize
+    total = sum(row.param.numel() for row in rows)
+    size = total * param.element_size() // (ALIVE_AT_PEAK * itemsize)
+    if param.device.type == "cpu":
+        size = min(size, CPU_SLICE_BYTES // itemsize)
+    size = max(size, SMALLEST_SLICE)
+    gathered: list[Row] = []
+    elements = 0
+    for row in rows:
+        for piece in _pieces(row, size):
+            if gathered and elements + piece.param.numel() > size:
+                yield gathered
+                gathered, elements = [], 0
+            gathered.append(piece)
+            elements += piece.param.numel()
+    yield gathered
 
 
 def _pieces(row: Row, size: int) -> Iterator[Row]:
     """Views of about `size` elements that cover the row's tensors."""
-    param, _, step, *_ = row
+    param, grad, step, buffers = row
     if param.numel() <= size:
         yield row
         return
-    tensors = [tensor for tensor in row if tensor is not step]
+    tensors = [param, grad, *buffers]
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = [tensor.view(-1) for tensor in tensors]
     shape = tensors[0].shape
     dim = max(range(len(shape)), key=shape.__getitem__)
     length = max(1, size * shape[dim] // param.numel())
     for views in zip(*(torch.split(tensor, length, dim) for tensor in tensors), strict=True):
-        yield (*views[:2], step, *views[2:])
+        yield Row(views[0], views[1], step, views[2:])
 
 
-def _slices(rows: list[Row]) -> Iterator[list[Row]]:
-    """The rows cut and gathered into lists of a bounded number of elements."""
-    param = rows[0][0]
-    total = sum(row[0].numel() for row in rows)
-    size = total * param.element_size() // (ALIVE_AT_PEAK * dtype_of(param).itemsize)
-    if param.device.type == "cpu":
-        size = min(size, CPU_SLICE_BYTES // dtype_of(param).itemsize)
-    size = max(size, SMALLEST_SLICE)
-    gathered: list[Row] = []
-    elements = 0
-    for row in rows:
-        for piece in _pieces(row, size):
-            if gathered and elements + piece[0].numel() > size:
-                yield gathered
-                gathered, elements = [], 0
-            gathered.append(piece)
-            elements += piece[0].numel()
-    yield gathered
-
-
-def _run(method: str, h: Hyper, rows: list[Row]) -> None:
-    params, grads, steps, *state = map(list, zip(*rows, strict=True))
-    dtype = dtype_of(params[0])
+def _run(layout: Layout, rows: list[Row], h: Hyper) -> None:
+    params, grads, steps, buffers = zip(*rows, strict=True)
+    state = [list(column) for column in zip(*buffers, strict=True)]
+    dtype = state_dtype(params[0])
     k = TensorList([step.to(dtype) for step in steps]) if h.on_device else steps[0].item()
-    old = [TensorList(tensors) for tensors in ([p.to(dtype) for p in params], *state)]
-    grad = TensorList([g.to(dtype) for g in grads])
+    x = TensorList([param.to(dtype) for param in params])
+    old = [TensorList(column) for column in state]
+    grad = TensorList([grad.to(dtype) for grad in grads])
     xp = ListFunctions(h.eps)
-    new = getattr(rule, method)(xp, h, k, old[0], grad, *old[1:])
+    new = getattr(rule, layout.method)(xp, h, k, x, grad, *old)
     if h.sums is not None:
-        totals = distances.step_sums(xp, h, k, old[0], grad, tuple(old[1:3]), new[1:3], *old[3:])
-        h.sums.add_(torch.stack(totals).to(h.sums.device))
-    for target, before, after in zip((params, *state), old, new, strict=True):
-        if after is not before:
-            torch._foreach_copy_(target, after.tensors)
-
-
-def step(
-    method: str,
-    h: Hyper,
-    params: list[Tensor],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    buffers: Sequence[list[Tensor]],
-) -> None:
-    for rows in _alike(h, zip(params, grads, steps, *buffers, strict=True)):
-        for part in _slices(rows):
-            _run(method, h, part)
-    torch._foreach_add_(steps, 1)
+        before, after, start = tuple(old[:2]), new[1:3], old[2:]
+        sums = distance.step_sums(xp, h, k, x, grad, before, after, *start)
+        h.sums.add_(torch.stack(sums).to(h.sums.device))
+    for targets, value, before_step in zip((list(params), *state), new, (x, *old), strict=True):
+        if value is not before_step:
+            torch._foreach_copy_(targets, value.tensors)

@@ -1,96 +1,114 @@
-"""A fused step over any tensors, once: the way of the first step and of all that do not repeat."""
+"""A fused step over any batch: checked, copied into dense memory where need be, launched.
+
+A kernel trusts the addresses that it is given, so everything about them is checked here.
+"""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cubegrad.backends import overlap
-from cubegrad.backends.launching import ADDRESS, Launch
-from cubegrad.backends.native import tensors as look
+from cubegrad.backends import memory
+from cubegrad.backends.batch import Batch, Launch, Row
+from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state.layout import dtype_of, lie_alike, lies_in_storage
-
-Row = tuple[Tensor, ...]  # a parameter, its gradient, its step count and its buffers
+from cubegrad.state.layout import state_dtype
 
 
-def step_once(
-    make: Callable[..., Launch],
-    method: str,
-    h: Hyper,
-    params: list[Tensor],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    buffers: Sequence[list[Tensor]],
-) -> None:
-    """Any tensors, once: with tables for the occasion, and copies of what does not lie densely."""
-    # Forward-mode differentiation makes zeros that have no memory.
-    grads = [grad.clone() if grad._is_zerotensor() else grad for grad in grads]
-    rows = list(zip(params, grads, steps, *buffers, strict=True))
-    for row in rows:
-        _check(*row)
-    for together in _batches(rows):
-        flat = [_flattened(row) for row in together]
-        columns = [list(column) for column in zip(*flat, strict=True)]
-        launch = make(method, columns[0], columns[1][0].dtype, columns[2], columns[3:])
-        launch.alive = columns
-        table, _ = launch.table(array("q", map(ADDRESS, columns[1])).tobytes())
-        launch.run(h, table)
-        for row, copy in zip(together, flat, strict=True):
-            for target, source in zip(row, copy, strict=True):
-                if source is not target and target is not row[1]:
-                    target.copy_(source)
-    look.bump_versions([param for param in params if not param.is_inference()])
+def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
+    """Update the batch; returns the launch if it used every tensor where it lies."""
+    rows = [
+        # Forward-mode differentiation makes zeros that have no memory.
+        row._replace(grad=row.grad.clone()) if row.grad._is_zerotensor() else row
+        for row in batch.rows
+    ]
+    batch = batch._replace(rows=rows)
+    spans = [_checked_spans(row) for row in batch.rows]
+    written, read = [span for _, *own in spans for span in own], [grad for grad, *_ in spans]
+    launch: Launch | None = None
+    if memory.any_overlap(written, read):
+        for row, (grad, *others) in zip(batch.rows, spans, strict=True):
+            if any(memory.overlap(grad, other) for other in others):
+                row = row._replace(grad=row.grad.clone())
+            _launch(make, batch._replace(rows=[row]), h)
+    else:
+        launch = _launch(make, batch, h)
+    if launch is not None:
+        launch.written, launch.grad_lengths = memory.packed(written), memory.lengths(read)
+    tensors.bump_versions([param for param in batch.params if not param.is_inference()])
+    return launch
 
 
-def _batches(rows: list[Row]) -> list[list[Row]]:
-    """Rows that one launch may take: of one device and dtype; one by one if they share memory."""
-    written = [overlap.span(tensor) for param, _, *state in rows for tensor in (param, *state)]
-    if overlap.any_meet(written, [overlap.span(row[1]) for row in rows]):
-        return [[_apart(row)] for row in rows]
-    alike: dict[Any, list[Row]] = {}
-    for row in rows:
-        alike.setdefault((row[0].device, row[0].dtype, row[1].dtype), []).append(row)
-    return list(alike.values())
-
-
-def _apart(row: Row) -> Row:
-    """The row with a gradient that shares no memory with what is written to."""
-    param, grad, *state = row
-    if any(overlap.meet(overlap.span(grad), overlap.span(t)) for t in (param, *state)):
-        grad = grad.clone()
-    return (param, grad, *state)
-
-
-def _check(param: Tensor, grad: Tensor, count: Tensor, *state: Tensor) -> None:
-    """A kernel trusts its addresses, so what somebody put into the state is looked at first."""
-    expected = (param.shape, dtype_of(param), param.device)
-    found = [(tensor.shape, tensor.dtype, tensor.device) for tensor in state]
-    found += [(count.shape, count.dtype, param.device)]
-    wanted = [expected] * len(state) + [(torch.Size(), torch.float32, param.device)]
-    for have, want in zip(found, wanted, strict=True):
-        if have != want:
-            shape, dtype, device = have
+def _checked_spans(row: Row) -> list[memory.Span]:
+    """The memory of the gradient, the parameter, the step count and the buffers."""
+    param, grad, step, buffers = row
+    expected = param.shape, state_dtype(param), param.device
+    for tensor in buffers:
+        if (tensor.shape, tensor.dtype, tensor.device) != expected:
+            raise _wrong_state(tensor, *expected)
+    if step.shape or step.dtype != torch.float32:
+        raise _wrong_state(step, torch.Size(), torch.float32, param.device)
+    spans = []
+    for tensor in (grad, param, step, *buffers):
+        start, end = memory.span(tensor)
+        storage = tensor.untyped_storage()
+        offset = tensor.storage_offset() * tensor.element_size()
+        if end > start and (start == 0 or offset + end - start > storage.nbytes()):
             raise ValueError(
-                f"a state tensor is {dtype} of shape {tuple(shape)} on {device}, and must be "
-                f"{want[1]} of shape {tuple(want[0])} on {want[2]}; put states in with "
-                "load_state_dict, which converts them"
+                f"a tensor of shape {tuple(tensor.shape)} has a storage of {storage.nbytes()} "
+                "bytes, which must hold all its elements; resize the storage back before the step"
             )
-    for tensor in (param, grad, count, *state):
-        if not lies_in_storage(tensor):
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} has a storage of "
-                f"{tensor.untyped_storage().nbytes()} bytes, which must hold all its elements; "
-                "resize the storage back before the step"
-            )
+        spans.append((start, end))
+    return spans
 
 
-def _flattened(row: Row) -> Row:
-    """The row if its tensors lie densely and alike on one device, else copies that do."""
-    param, grad, count, *state = row
-    count = count.to(param.device)
-    if lie_alike(param, grad, *state):
-        return (param, grad, count, *state)
-    return (param.contiguous(), grad.contiguous(), count, *(t.contiguous() for t in state))
+def _wrong_state(
+    tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> ValueError:
+    return ValueError(
+        f"a state tensor is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, and "
+        f"must be {dtype} of shape {tuple(shape)} on {device}; put states in with "
+        "load_state_dict, which converts them"
+    )
+
+
+def _launch(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
+    dense = [_dense(row) for row in batch.rows]
+    launch = make(batch._replace(rows=dense))
+    table, _ = launch.table(array("q", (row.grad.data_ptr() for row in dense)).tobytes())
+    launch.run(h, table)
+    copied = False
+    for row, used in zip(batch.rows, dense, strict=True):
+        targets = (row.param, row.step, *row.buffers)
+        for target, source in zip(targets, (used.param, used.step, *used.buffers), strict=True):
+            if source is not target:
+                target.copy_(source)
+                copied = True
+        copied = copied or used.grad is not row.grad
+    return None if copied else launch
+
+
+def without_grads(batch: Batch) -> list[Any]:
+    """What a launch must keep alive to be repeated; the gradients are the user's to free."""
+    return [(param, step, buffers) for param, _, step, buffers in batch.rows]
+
+
+def addresses(batch: Batch) -> list[tuple[int, ...]]:
+    """A kernel's table: parameter, up to three buffers, step count and elements of each row."""
+    rows = []
+    for param, _, step, buffers in batch.rows:
+        state = [buffer.data_ptr() for buffer in buffers] + [0] * (3 - len(buffers))
+        rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel()))
+    return rows
+
+
+def _dense(row: Row) -> Row:
+    """The row if its tensors lie densely and alike on one device, else with copies that do."""
+    param, grad, step, buffers = row
+    step = step.to(param.device)
+    if memory.are_aligned(param, grad, *buffers):
+        return row._replace(step=step)
+    param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))
+    return Row(param, grad, step, tuple(dense))

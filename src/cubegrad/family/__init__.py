@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from cubegrad import options
 from cubegrad.family import checks
 from cubegrad.family.checks import state_dtype
-from cubegrad.state import state_dict as state_dicts
+from cubegrad.state import state_dicts
 
 Group = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import options
-from cubegrad.state import state_dict as state_dicts
+from cubegrad.state import state_dicts
 
 Group = dict[str, Any]
 

@@ -1,14 +1,14 @@
-"""The two optimizers: which rule each runs, and what its arguments mean."""
+"""MADGRAD and MirrorMADGRAD: their arguments, and what they mean."""
 
 from typing import Unpack
 
 from torch import Tensor
 
 from cubegrad.optim import auto
-from cubegrad.optim.base import Flags, Params, Shell
+from cubegrad.optim.base import BaseOptimizer, Flags, Params
 
 
-class MADGRAD(Shell):
+class MADGRAD(BaseOptimizer):
     r"""MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
 
     Algorithm 1 of the paper, with :math:`\lambda_k = \gamma_k \sqrt{k+1}`:
@@ -22,7 +22,7 @@ class MADGRAD(Shell):
         params: tensors, named tensors or groups, as any torch optimizer takes them.
         lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor; or "auto", an
             experiment: it is estimated, and the groups' `lr`, 1 unless given, is a factor on it
-            that a scheduler may change. `estimated_lr()` tells what it has come to.
+            that a scheduler may change. `estimated_lr()` returns the estimate.
         momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
             float32 parameter (half precision keeps it). A float or a tensor.
         weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
@@ -40,7 +40,7 @@ class MADGRAD(Shell):
     _method = "madgrad"
 
     def estimated_lr(self) -> float:
-        """What lr="auto" has come to, without any group's factor, for logging; nan before a step.
+        """The current estimate of lr="auto", without any group's factor; nan before the first step.
 
         Reading it waits for the device.
         """
@@ -53,7 +53,7 @@ class MADGRAD(Shell):
         return auto.lr_of(group["estimate"])
 
 
-class MirrorMADGRAD(Shell):
+class MirrorMADGRAD(BaseOptimizer):
     r"""The mirror-descent form of MADGRAD, as the authors' package has it.
 
     MADGRAD weighs :math:`g_i^2` by :math:`\gamma\sqrt{i+1}`. Divide its sum by

@@ -1,6 +1,6 @@
 """How lr="auto" begins: D_0 from the weights, the scale from the first gradients.
 
-This is the one place where it waits for the device, so it is also where it tells the user of
+Here it waits for the device, and nowhere else. So this is also where the user is warned of
 gradients that it cannot train with.
 """
 
@@ -13,34 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cubegrad import distance as distances
-from cubegrad import rule, sharding
-from cubegrad.backends.eager import TorchFunctions
+from cubegrad import distance, rule, sharding
+from cubegrad.functions import NumberFunctions, TorchFunctions
 from cubegrad.options import Hyper
-from cubegrad.state import layout as states
+from cubegrad.state import layout
 
 Group = dict[str, Any]
 
-LONG_REST = 100  # steps
+LONG_WAIT = 100  # steps
 DOMINANT = 0.99  # of the sum of all scales, by one of at least ten coordinates
-
-
-class Numbers:
-    """The rule's functions of Python's own numbers."""
-
-    @staticmethod
-    def quotient(numerator: float, denominator: float) -> float:
-        return numerator / denominator if denominator > 0 else 0.0
-
-    sqrt = staticmethod(math.sqrt)
-
-    @staticmethod
-    def larger(a: float, b: float) -> float:
-        return b if b > a else a  # a where b is NaN
-
-    @staticmethod
-    def where(condition: bool, a: float, b: float) -> float:
-        return a if condition else b
 
 
 class Totals(NamedTuple):
@@ -48,9 +29,9 @@ class Totals(NamedTuple):
 
     scale: float  # Σ |g|^{2/3}
     square: float  # Σ x² where g is not 0
-    moved: float  # how many these are
-    coordinates: int  # with a gradient, be it 0
-    largest: float  # |g|^{2/3}, in this process
+    moved: float  # the number of coordinates where g is not 0
+    coordinates: int  # that have a gradient, even if it is 0
+    largest: float  # the largest |g|^{2/3} in this process
 
 
 def begin(
@@ -59,7 +40,7 @@ def begin(
     """D_0 and γ_0, or None if the gradients are all 0 or not finite."""
     totals = _totals(groups, hypers, device)
     if not math.isfinite(totals.scale):
-        if hypers[0].found_inf is None:  # else a GradScaler knows
+        if hypers[0].found_inf is None:  # else a GradScaler takes care of it
             _warn(
                 "a gradient is not finite, so lr='auto' has nothing to begin with and no weight "
                 "moves; look for the cause in the loss, or scale it down"
@@ -67,46 +48,47 @@ def begin(
         return None
     if totals.scale == 0:
         return None
-    distance = distances.first_distance(Numbers, math.sqrt(totals.square / totals.moved))
+    size = math.sqrt(totals.square / totals.moved)
+    start = distance.first_distance(NumberFunctions, size)
     mean_scale = totals.scale / totals.coordinates
-    lr = distances.learning_rate(distance, mean_scale)
-    obstacle = _too_small(groups, hypers, distance, mean_scale)
+    lr = distance.learning_rate(start, mean_scale)
+    obstacle = _too_small(groups, hypers, start, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
         _warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
         return None
     obstacle = _too_large(groups, totals, lr)
     if obstacle:
         _warn(f"lr='auto' begins with lr={lr:.3g}, and the weights will hardly move: {obstacle}")
-    return distance, lr
+    return start, lr
 
 
 def _totals(groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device) -> Totals:
-    spreads = dict.fromkeys(sharding.spread(p) for group in groups for p in group["params"])
-    sums = {s: torch.zeros(3, dtype=torch.float64, device=device) for s in spreads}
+    kinds = dict.fromkeys(sharding.sharded_over(p) for group in groups for p in group["params"])
+    sums = {over: torch.zeros(3, dtype=torch.float64, device=device) for over in kinds}
     largest = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
     for group, h in zip(groups, hypers, strict=True):
         for param in group["params"]:
             if param.grad is not None:
-                x, grad = _seen(h, param)
-                scales = distances.first_scales(TorchFunctions, grad.double())
+                x, grad = _as_stepped(h, param)
+                scales = distance.first_scales(TorchFunctions, grad.double())
                 moved = scales != 0  # a weight without a gradient says nothing about a distance
                 squares = torch.where(moved, x.double(), 0.0).square()
-                told = torch.stack([TorchFunctions.total(v) for v in (scales, squares, moved)])
-                sums[sharding.spread(param)] += told.to(device)
+                own = torch.stack([TorchFunctions.total(v) for v in (scales, squares, moved)])
+                sums[sharding.sharded_over(param)] += own.to(device)
                 count += coordinates(param)
                 if scales.numel():
                     largest = TorchFunctions.larger(largest, scales.max().to(device))
-    parts = [sharding.added_up(part, spread) for spread, part in sums.items()]
+    parts = [sharding.sum_over_shards(part, over) for over, part in sums.items()]
     scale, square, moved = torch.stack(parts).sum(0).tolist()
     return Totals(scale, square, moved, count, largest.item())
 
 
-def _seen(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
-    """A parameter and its gradient, as the rule will see them."""
+def _as_stepped(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
+    """A parameter and its gradient, as the rule gets them."""
     pair = (sharding.local(param), sharding.gradient(param.grad, param))
-    x, grad = map(states.real, pair)
-    x, grad = (t.to(states.dtype_of(x)) for t in (x, grad))
+    x, grad = map(layout.as_real, pair)
+    x, grad = (t.to(layout.state_dtype(x)) for t in (x, grad))
     if h.grad_scale is not None:
         grad = grad / h.grad_scale.to(grad.device)
     return x, rule.effective_gradient(h, x, grad)
@@ -151,21 +133,21 @@ def _too_large(groups: Sequence[Group], totals: Totals, lr: float) -> str | None
 
 def _limits(groups: Sequence[Group]) -> list[torch.finfo]:
     params = [param for group in groups for param in group["params"] if param.grad is not None]
-    return [torch.finfo(states.dtype_of(param)) for param in params]
+    return [torch.finfo(layout.state_dtype(param)) for param in params]
 
 
-def rested(steps: int) -> int:
-    """One step more without a gradient to begin with; tells the user if there are many."""
-    if steps + 1 == LONG_REST:
+def waited(steps: int) -> int:
+    """One step more without a gradient to begin with; warns the user if there are many."""
+    if steps + 1 == LONG_WAIT:
         _warn(
-            f"lr='auto' has had no gradient that it can begin with for {LONG_REST} steps, and no "
+            f"lr='auto' has had no gradient that it can begin with for {LONG_WAIT} steps, and no "
             "weight has moved; check that the loss depends on the parameters"
         )
     return steps + 1
 
 
 def _warn(message: str) -> None:
-    """At the line that calls step(): below it there are only frames of torch and cubegrad."""
+    """At the line of the user's code that calls step(): skip the frames of torch and cubegrad."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -181,9 +163,9 @@ def coordinates(param: Tensor) -> int:
 
 
 def device_of(groups: Sequence[Group]) -> torch.device | None:
-    """Where the numbers live: with the parameters that have a gradient, all on one device.
+    """The one device of the parameters that have a gradient; there the numbers live.
 
-    A process without a gradient takes part with the others. None where nothing has values.
+    A process without a gradient takes part with the others. None if no parameter has values.
     """
     params = [param for group in groups for param in group["params"]]
     real = [param for param in params if not param.is_meta]

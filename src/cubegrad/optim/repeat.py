@@ -1,67 +1,53 @@
-"""A group's step, made ready once and repeated while its tensors stay where they are.
+"""The same step again: what was looked up once, and how we know that it still holds.
 
-A fused step is so short that finding its tensors would cost more than updating them. What does
-not change from step to step is looked up once, and each step only checks that it has not changed.
+A fused step is so short that looking up its tensors would cost more than updating them. So what a
+step has found is kept, and the next one only checks that nothing but the gradients' addresses
+changed. `Repeats.ready` is the one place where that is decided.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from cubegrad.backends import overlap
-from cubegrad.backends.launching import Launch
-from cubegrad.backends.native import tensors as look
+from cubegrad import sharding
+from cubegrad.backends.batch import Batch, Launch, Row, capturing
+from cubegrad.backends.native import tensors
 from cubegrad.optim.watched import Journal, watch
-from cubegrad.options import Hyper
-from cubegrad.state.layout import lie_alike
+from cubegrad.state.layout import Layout
 
 Group = dict[str, Any]
 
-TABLES_KEPT = 16
+NOTHING = nullcontext()
+TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 
 
 class Member(NamedTuple):
-    """A parameter of a group."""
+    """A parameter with a gradient, as a step finds it."""
 
-    owner: Tensor  # as the optimizer knows it
-    param: Tensor  # what is stepped here: the same, or the shard of it that this process holds
-    entries: dict[str, Tensor]  # the state of that
+    owner: Tensor  # the optimizer's parameter; the row of a sharded one has its shard
+    layout: Layout
+    row: Row
+    drops_start: bool = False  # x_0 is held and used, but not needed after this step
 
 
 class Part:
-    """Tensors that are checked and launched together.
+    """A launch that can run again while its tensors stay where they are."""
 
-    Before each step every parameter and gradient is compared with what was prepared, and so is
-    the state as far as anybody else can have moved it (see `watched`).
-    """
-
-    def __init__(
-        self,
-        make: Callable[..., Launch],
-        method: str,
-        members: list[Member],
-        layout: Sequence[str],
-        written: bytes,
-    ) -> None:
-        entries = [member.entries for member in members]
-        steps, *buffers = [[state[name] for state in entries] for name in ("step", *layout)]
-        self.params = params = [member.param for member in members]
-        owners = [member.owner for member in members if member.owner is not member.param]
-        self.stepped = params + owners
-        grads = [param.grad for param in params if param.grad is not None]
-        self.written, self.lengths = written, overlap.lengths(grads)
-        self.signature = look.signature(params, [])
+    def __init__(self, launch: Launch, batch: Batch, owners: Sequence[Tensor]) -> None:
+        self.launch = launch
+        self.sharded_over = batch.sharded_over
+        self.params = batch.params
+        self.written = self.params + [
+            owner for owner, param in zip(owners, self.params, strict=True) if owner is not param
+        ]
+        self.signature = tensors.signature(self.params, [])  # None: the step cannot be repeated
         self.tables: list[tuple[bytes, Any]] = []  # of gradients seen before, the latest first
-        self.launch = make(method, params, grads[0].dtype, steps, buffers)
 
     def table(self) -> Any:
-        """The gradients' addresses as `run` wants them; None if anything else has changed."""
-        if self.signature is None:
-            return None
-        grads = look.addresses(self.params, [], self.signature)
+        """The gradients' addresses for `Launch.run`; None if anything else has changed."""
+        grads = tensors.addresses(self.params, [], self.signature)
         if grads is None:
             return None
         for place, (known, table) in enumerate(self.tables):
@@ -69,7 +55,7 @@ class Part:
                 if place:
                     self.tables.insert(0, self.tables.pop(place))
                 return table
-        if overlap.meets(self.written, self.lengths, grads):
+        if tensors.any_within(self.launch.written, self.launch.grad_lengths, grads):
             return None
         table, lasting = self.launch.table(grads)
         if lasting:
@@ -77,47 +63,39 @@ class Part:
             del self.tables[TABLES_KEPT:]
         return table
 
-    def run(self, h: Hyper, table: Any) -> None:
-        self.launch.run(h, table)
-        look.bump_versions(self.stepped)
-
 
 class Prepared:
-    """The parts of one group, in the order in which they are launched."""
-
-    spread: Any = None  # how its parameters are spread over processes, if sums are wanted
+    """The last step of one group, ready to be repeated."""
 
     def __init__(
         self,
-        make: Callable[..., Launch],
-        method: str,
-        members: list[Member],
-        layout_of: Callable[[Tensor], Sequence[str]],
+        group: Group,
+        parts: list[Part],
+        shards: sharding.ShardGradients,
+        own: dict[Tensor, list[Tensor]],
         journal: Journal,
-        written: bytes,
-        loan: AbstractContextManager[None],
     ) -> None:
-        self.group = [member.owner for member in members]
-        self.idle = [param for param in self.group if param.grad is None]
+        self.choice = _choice(group)
+        self.params = list(group["params"])
+        self.idle = [param for param in self.params if param not in own]
+        self.parts = parts
         self.journal = journal
-        self.loan = loan
-        alike: dict[Any, list[Member]] = {}
-        for member in members:
-            if member.param.grad is not None:
-                key = (member.param.device, member.param.dtype, member.param.grad.dtype)
-                alike.setdefault(key, []).append(member)
-        self.parts = [
-            Part(make, method, part, layout_of(part[0].param), written) for part in alike.values()
-        ]
+        self.shards = shards
 
-    def tables(self, group: list[Tensor]) -> list[Any] | None:
-        """One for each part, or None if the group cannot be stepped as it was prepared."""
-        if not self.journal.holds() or not look.same(group, self.group):
+    def tables(self, group: Group) -> list[Any] | None:
+        """One for each part; None if the group cannot be stepped as it was."""
+        if self.choice != _choice(group):
+            return None
+        if not tensors.same_objects(self.params, list(group["params"])):
+            return None
+        journal = self.journal
+        journal.step += 1
+        if journal.changed or (journal.exposed and not journal.nothing_moved()):
             return None
         if any(param.grad is not None for param in self.idle):
             return None
         tables = []
-        with self.loan:
+        with self.shards if self.shards.pairs else NOTHING:
             for part in self.parts:
                 table = part.table()
                 if table is None:
@@ -125,91 +103,72 @@ class Prepared:
                 tables.append(table)
         return tables
 
-    def run(self, h: Hyper, tables: list[Any]) -> None:
-        for part, table in zip(self.parts, tables, strict=True):
-            part.run(h, table)
 
-
-class Ready(NamedTuple):
-    """A prepared step that has been checked: nothing may happen before it is run."""
-
-    prepared: Prepared
-    tables: list[Any]
-
-
-class Repeated:
-    """The prepared steps of an optimizer, by the number of their group."""
-
-    def __init__(self) -> None:
-        self.prepared: dict[int, tuple[Prepared, Any]] = {}
-        self.states: list[Any] = []  # the optimizer's state when they were prepared: keys, values
-
-    def ready(self, groups: list[Group], state: Mapping[Tensor, Any]) -> dict[int, Ready]:
-        """Those that may be run: same parameters, same state, same choices."""
-        if not look.same([*state, *state.values()], self.states):
-            self.prepared = {}
-        ready = {}
-        for index, (prepared, choice) in self.prepared.items():
-            group = groups[index] if index < len(groups) else None
-            if group is None or _choice(group) != choice:
-                continue
-            tables = prepared.tables(list(group["params"]))
-            if tables is not None:
-                ready[index] = Ready(prepared, tables)
-        self.prepared = {index: self.prepared[index] for index in ready}
-        return ready
-
-    def keep(self, index: int, group: Group, prepared: Prepared | None) -> None:
-        if prepared is not None:
-            self.prepared[index] = (prepared, _choice(group))
-
-    def remember(self, state: Mapping[Tensor, Any]) -> None:
-        self.states = [*state, *state.values()]
+def prepare(
+    group: Group,
+    members: Sequence[Member],
+    batches: Sequence[Batch],
+    launches: Sequence[Launch | None],
+    state: MutableMapping[Tensor, Any],
+) -> Prepared | None:
+    """Make the step that these launches have just made ready to be repeated, if it can be."""
+    if sum(len(batch.rows) for batch in batches) != len(members) or capturing():
+        return None  # some were stepped by rows; or the tables exist in a graph's replay only
+    own: dict[Tensor, list[Tensor]] = {}
+    owners: dict[Tensor, Tensor] = {}
+    for owner, _, row, drops_start in members:
+        # An inference tensor has no version to increment.
+        if drops_start or row.param.is_inference() or owner.is_inference():
+            return None
+        own[owner] = [row.step, *row.buffers]
+        owners[row.param] = owner
+    parts = []
+    shards = sharding.ShardGradients(list(own))
+    with shards:
+        for batch, launch in zip(batches, launches, strict=True):
+            if launch is None or any(row.param not in owners for row in batch.rows):
+                return None  # copies were stepped, or real views of complex numbers
+            part = Part(launch, batch, [owners[row.param] for row in batch.rows])
+            if part.signature is None:
+                return None
+            parts.append(part)
+    return Prepared(group, parts, shards, own, watch(state, own))
 
 
 def _choice(group: Group) -> tuple[Any, ...]:
-    """What decides which backend runs on which buffers."""
+    """The options that decide which backend runs on which buffers."""
     momentum = group["momentum"]
-    centred = isinstance(momentum, Tensor) or momentum != 0
+    varies = isinstance(momentum, Tensor) or momentum != 0
     # Without x_0 the weights belong to the eps they were reached with.
-    eps = None if centred else group["eps"]
-    return group["foreach"], group["fused"], group["differentiable"], centred, eps
+    eps = None if varies else group["eps"]
+    return group["foreach"], group["fused"], group["differentiable"], varies, eps
 
 
-def prepare(
-    make: Callable[..., Launch],
-    method: str,
-    members: list[Member],
-    state: MutableMapping[Tensor, dict[str, Tensor]],
-    layout_of: Callable[[Tensor], Sequence[str]],
-    loan: AbstractContextManager[None],
-) -> Prepared | None:
-    """None if some tensor has to be copied or viewed otherwise before it can be stepped.
+class Repeats:
+    """The prepared steps of an optimizer, by the index of their group."""
 
-    `loan` gives the shards among what is stepped their gradients while it is entered, as it must
-    be now; plain parameters have their own.
-    """
-    live = [member for member in members if member.owner.grad is not None]
-    written: list[overlap.Span] = []
-    read: list[overlap.Span] = []
-    watched = {}
-    for owner, param, entries in live:
-        grad = param.grad
-        if type(grad) is not Tensor or grad.layout != torch.strided or param.is_complex():
-            return None
-        if param.is_inference() or owner.is_inference():  # no version to bump
-            return None
-        layout = layout_of(param)
-        buffers = [entries[name] for name in layout if name in entries]
-        stale = "initial_param" in entries and "initial_param" not in layout  # to be dropped
-        if stale or len(buffers) < len(layout):
-            return None
-        if not lie_alike(param, grad, *buffers):
-            return None
-        watched[owner] = [entries["step"], *buffers]
-        written += map(overlap.span, (param, *watched[owner]))
-        read.append(overlap.span(grad))
-    if overlap.any_meet(written, read):
-        return None
-    journal = watch(state, watched)
-    return Prepared(make, method, members, layout_of, journal, overlap.packed(written), loan)
+    def __init__(self) -> None:
+        self.prepared: dict[int, Prepared] = {}
+        self.state_objects: list[Any] = []  # keys and values of the optimizer's state back then
+
+    def ready(
+        self, groups: list[Group], state: MutableMapping[Tensor, Any]
+    ) -> dict[int, tuple[Prepared, list[Any]]]:
+        """Those that can be repeated now, with their tables: nothing may happen before they run."""
+        if not tensors.same_objects([*state, *state.values()], self.state_objects):
+            self.prepared = {}
+        ready = {}
+        for index, prepared in self.prepared.items():
+            if index < len(groups):
+                tables = prepared.tables(groups[index])
+                if tables is not None:
+                    ready[index] = prepared, tables
+        self.prepared = {index: prepared for index, (prepared, _) in ready.items()}
+        return ready
+
+    def keep(self, steps: dict[int, Prepared | None], state: MutableMapping[Tensor, Any]) -> None:
+        """Keep the steps of these groups; None for a step that cannot be repeated."""
+        for index, prepared in steps.items():
+            if prepared is not None:
+                self.prepared[index] = prepared
+        self.state_objects = [*state, *state.values()]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import options, sharding
-from cubegrad.state import state_dict as state_dicts
-from cubegrad.state.layout import LAYOUTS, OPTIONAL, counter, real, zeros
+from cubegrad.state import layout, state_dicts
 
 Group = dict[str, Any]
 State = dict[Any, Any]
@@ -53,7 +52,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
             f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
             f"has {sorted(map(str, new))}: {FOREIGN}"
         )
-    group = defaults | {"auto_lr": False} | deepcopy(new)  # as in checkpoints from before it
+    group = defaults | {"auto_lr": False} | deepcopy(new)  # which older checkpoints lack
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
     group.setdefault("last_eps", group["eps"])
     options.check(group)
@@ -63,13 +62,13 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
 
 
 def _estimate(value: Any) -> Tensor:
-    found = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
-    if found.shape == (5,) and not found.is_complex():
-        distance, _, lr, weight_sum, step = found.tolist()
-        counted = step >= 0 and step % 1 == 0
+    row = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
+    if row.shape == (5,) and not row.is_complex():
+        distance, _, lr, weight_sum, step = row.tolist()
+        is_count = step >= 0 and step % 1 == 0
         # The rate and the weights may be inf or NaN: they diverge with the run.
-        if 0 <= distance < float("inf") and counted and not (lr < 0 or weight_sum < 0):
-            return found.to(torch.float64)
+        if 0 <= distance < float("inf") and is_count and not (lr < 0 or weight_sum < 0):
+            return row.to(torch.float64)
     raise ValueError(
         f"the estimate of a param group with lr='auto' is {value!r}; it must be five numbers "
         "(distance, agreement, lr, sum of weights, step), none but the second negative and the "
@@ -108,57 +107,60 @@ def _state(
     checks: state_dicts.Checks,
 ) -> dict[str, Any]:
     values = state_dicts.entries(key, values)
-    expected = {"step", *LAYOUTS[method]}
+    ours = {"step", *layout.full(method).buffers}
     state = {
         name: state_dicts.carried(value, param)
         for name, value in values.items()
-        if name not in expected
+        if name not in ours
     }
-    if not expected & values.keys():
+    if not ours & values.keys():
         return state
-    _check_entries(method, key, group, values)
+    held = _checked_layout(method, key, group, values)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
-    state["step"] = counter(param, group["capturable"]).copy_(step)
-    for name in LAYOUTS[method]:
-        if name in values:
-            value = state_dicts.buffer(f"{name} of parameter {key!r}", values[name], param)
-            state[name] = zeros(param)
-            sharding.local(state[name]).copy_(sharding.placed(value, param))
-    held = real(sharding.local(state["grad_sq_sum"]))
-    checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", held)
+    state |= held.fresh(param.detach(), group["capturable"])
+    state["step"].copy_(step)
+    for name in held.buffers:
+        value = state_dicts.buffer(f"{name} of parameter {key!r}", values[name], param)
+        sharding.local(state[name]).copy_(sharding.placed(value, param))
+    squares = layout.as_real(sharding.local(state["grad_sq_sum"]))
+    checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", squares)
     return state
 
 
-def _check_entries(method: str, key: Any, group: Group, values: dict[str, Any]) -> None:
-    expected = {"step", *LAYOUTS[method]}
-    if not expected - OPTIONAL <= values.keys():
-        siblings = [m for m, layout in LAYOUTS.items() if set(layout) - OPTIONAL <= values.keys()]
-        remedy = f"it is {siblings[0]}'s, load it there" if siblings else FOREIGN
+def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any]) -> layout.Layout:
+    """The layout of a parameter's saved state; refuses one that lacks a buffer."""
+    held = layout.held(method, values)
+    if held is None or "step" not in values:
+        others = [other for other in layout.LAYOUTS if layout.held(other, values)]
+        remedy = f"it is {others[0]}'s, load it there" if others else FOREIGN
+        full = set(layout.full(method).buffers)
         raise ValueError(
             f"the state of parameter {key!r} is {sorted(map(str, values))}; {method} keeps "
-            f"{sorted(expected)} ({', '.join(OPTIONAL & expected) or 'nothing'} may be missing): "
-            f"{remedy}"
+            f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
+            f"may be missing): {remedy}"
         )
-    if OPTIONAL & expected - values.keys() and _has_momentum(group):
+    if held != layout.full(method) and _has_momentum(group):
         raise ValueError(
             f"the state of parameter {key!r} has no initial_param, which its group's "
             f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
             "always writes then (only a momentum of 0 gives x_0 back from the weights); "
             f"{state_dicts.WHOLE}"
         )
+    return held
 
 
 def _has_momentum(group: Group) -> bool:
-    """A tensor may change without our seeing it, so it counts whatever its value is."""
+    """A tensor counts whatever its value is: it may change without our seeing it."""
     return isinstance(group["momentum"], Tensor) or group["momentum"] != 0
 
 
-def without_initial_param(
-    groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
+def lacking_initial_param(
+    method: str, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
 ) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
     """The entries to save of parameters that stepped without momentum and have some now.
 
-    x is z until the next step, which recovers x_0; a state dict with momentum has x_0 already.
+    Their x_0 is recovered for the state dict, as the next step would: a state dict with momentum
+    always has it.
     """
     try:
         packed_groups, packed_state = state_dicts.parts(state_dict)
@@ -166,7 +168,8 @@ def without_initial_param(
         return
     for group, packed in zip(groups, packed_groups, strict=False):
         for param, key in zip(group["params"], packed["params"], strict=False):
-            held, entries = state.get(param), packed_state.get(key)
-            lacks = isinstance(held, dict) and "grad_sum" in held and "initial_param" not in held
+            own, entries = state.get(param), packed_state.get(key)
+            held = layout.held(method, own) if isinstance(own, dict) else None
+            lacks = held is not None and held != layout.full(method)
             if lacks and isinstance(entries, dict) and _has_momentum(group):
                 yield param, entries, group["last_eps"]

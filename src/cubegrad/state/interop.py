@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from cubegrad import options
-from cubegrad.state import state_dict as state_dicts
+from cubegrad.state import state_dicts
 from cubegrad.state.checkpoint import OURS
 
 Group = dict[str, Any]

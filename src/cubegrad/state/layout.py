@@ -1,88 +1,86 @@
-"""How the buffers are stored: at least float32, shaped and strided as their parameter."""
+"""Which buffers a method keeps for a parameter, and in which form.
+
+A `Layout` answers every question about them: their names and order, whether x_0 is among them,
+which one starts as a copy of the parameter. Other rooms pass it along with the tensors and ask it,
+so another form of the state is another layout.
+"""
+
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-# What each method keeps for a parameter beside `step`, in the order its rule takes them.
-LAYOUTS = {
-    "madgrad": ("grad_sum", "grad_sq_sum", "initial_param"),
-    "mirror_madgrad": ("grad_sq_sum", "z"),
-}
-# initial_param is not kept while momentum is 0, unless the parameter is too coarse to recover it.
-OPTIONAL = frozenset({"initial_param"})
-DTYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.complex32, torch.complex64, torch.complex128),
-    }
-)
+from cubegrad import rule, sharding
+from cubegrad.functions import TorchFunctions
 
 
-def check(name: str, param: Tensor) -> None:
-    """Refuse a parameter that cannot be stepped."""
-    if param.dtype not in DTYPES:
-        raise TypeError(
-            f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
-            "float64 or complex: leave it out or convert it"
-        )
-    if isinstance(param, UninitializedParameter | UninitializedBuffer):
-        return  # a lazy module gives it a shape before it has a gradient
-    if param.is_conj() or param.is_neg():
-        raise TypeError(
-            f"{name} is a conjugated or negated view, which cannot be written to; parameters must "
-            "hold their own values: use param.resolve_conj().resolve_neg()"
-        )
+class Layout(NamedTuple):
+    """What is kept for a parameter beside its step count."""
+
+    method: str  # the function of rule.py that updates it
+    buffers: tuple[str, ...]  # in the order in which that function takes them
+    start: str | None  # the buffer that starts as a copy of the parameter; the others start at 0
+
+    @property
+    def keeps_initial_param(self) -> bool:
+        return self.start == "initial_param"
+
+    def fresh(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
+        """The state before the first step, whose x_0 is the parameter's value now."""
+        dtype = state_dtype(param)
+        state = {"step": counter(param, count_on_device)}
+        for name in self.buffers:
+            # A real copy, never an alias; autograd sees it when gradients are enabled.
+            state[name] = (
+                param.to(dtype, copy=True, memory_format=torch.preserve_format)
+                if name == self.start
+                else torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            )
+        return state
 
 
-def check_grad(name: str, param: Tensor) -> None:
-    """Refuse a gradient that torch lets someone assign, and no step can use."""
-    grad = param.grad
-    if grad is None:
-        return
-    if grad.dtype not in DTYPES or grad.is_complex() != param.is_complex():
-        raise TypeError(
-            f"the gradient of {name} has dtype {grad.dtype} and its parameter {param.dtype}; "
-            "gradients must be float16, bfloat16, float32 or float64, complex for complex "
-            "parameters: convert it"
-        )
-    if grad.shape != param.shape:
-        raise ValueError(
-            f"the gradient of {name} has shape {tuple(grad.shape)} and its parameter "
-            f"{tuple(param.shape)}; they must be equal: compute the gradient after changing "
-            "param.data"
-        )
+MADGRAD = Layout("madgrad", ("grad_sum", "grad_sq_sum", "initial_param"), "initial_param")
+MADGRAD_WITHOUT_START = Layout("madgrad", ("grad_sum", "grad_sq_sum"), None)
+MIRROR_MADGRAD = Layout("mirror_madgrad", ("grad_sq_sum", "z"), "z")
+# The layouts of each method, the one with the most buffers first.
+LAYOUTS = {"madgrad": (MADGRAD, MADGRAD_WITHOUT_START), "mirror_madgrad": (MIRROR_MADGRAD,)}
 
 
-def dtype_of(param: Tensor) -> torch.dtype:
-    """float32 for half precision: ν of a float16 gradient of 300 would overflow float16."""
-    return torch.promote_types(param.dtype, torch.float32)
+def full(method: str) -> Layout:
+    """The layout with every buffer that the method may keep."""
+    return LAYOUTS[method][0]
 
 
-def keeps_initial_param(momentum: float | Tensor, param: Tensor) -> bool:
-    """Whether x_0 has to be stored.
+def required(method: str) -> frozenset[str]:
+    """The buffers that the method keeps in every layout."""
+    return frozenset.intersection(*(frozenset(layout.buffers) for layout in LAYOUTS[method]))
 
-    Without momentum x is z and gives x_0 back, but not if x is rounded more coarsely than the sums
-    are: then moves smaller than x's last place would be lost for good. A momentum that is a tensor
-    may change without our seeing it.
+
+def needed(method: str, momentum: float | Tensor, param: Tensor) -> Layout:
+    """The smallest layout for this parameter at this momentum.
+
+    Without momentum x is z, so x_0 can be recovered from x and the sums. Not if x is rounded more
+    coarsely than the sums: then moves below x's last place would be lost for good. A momentum that
+    is a tensor may change without our seeing it.
     """
-    return isinstance(momentum, Tensor) or momentum != 0 or dtype_of(param) != param.dtype
+    varies = isinstance(momentum, Tensor) or momentum != 0
+    if varies or state_dtype(param) != param.dtype:
+        return LAYOUTS[method][0]
+    return LAYOUTS[method][-1]
 
 
-def layout(method: str, momentum: float | Tensor, param: Tensor) -> tuple[str, ...]:
-    """The buffers that the method keeps for this parameter at this momentum."""
-    if keeps_initial_param(momentum, param):
-        return LAYOUTS[method]
-    return tuple(name for name in LAYOUTS[method] if name not in OPTIONAL)
+def held(method: str, entries: Container[str]) -> Layout | None:
+    """The layout of a state with these entries; None if no layout fits."""
+    for layout in LAYOUTS[method]:
+        if all(name in entries for name in layout.buffers):
+            return layout
+    return None
 
 
-def zeros(param: Tensor) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype_of(param), memory_format=torch.preserve_format)
-
-
-def copy(param: Tensor) -> Tensor:
-    """A real copy, never an alias; autograd sees it when gradients are enabled."""
-    return param.to(dtype_of(param), copy=True, memory_format=torch.preserve_format)
+def state_dtype(param: Tensor) -> torch.dtype:
+    """At least float32: ν of a float16 gradient of 300 would overflow float16."""
+    return torch.promote_types(param.dtype, torch.float32)
 
 
 def counter(param: Tensor, on_device: bool) -> Tensor:
@@ -90,44 +88,19 @@ def counter(param: Tensor, on_device: bool) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """The real numbers that the rule works on; a complex number is two coordinates.
 
-    A view, but of a gradient whose sign is only noted on it, which becomes a copy.
+    A view, unless the tensor is conjugated or negated lazily; then it becomes a copy.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def lie_alike(first: Tensor, *others: Tensor) -> bool:
-    """Whether one offset in memory means one coordinate in all of them, with no gaps between."""
-    if any(tensor.is_neg() or tensor.is_conj() for tensor in (first, *others)):
-        return False
-    if first.is_contiguous():
-        return all(other.is_contiguous() for other in others)
-    strides = [_strides(tensor) for tensor in (first, *others)]
-    expected = 1
-    for stride, size in sorted(strides[0]):
-        if stride != expected:
-            return False
-        expected *= size
-    return all(other == strides[0] for other in strides[1:])
-
-
-def lies_in_storage(tensor: Tensor) -> bool:
-    """Whether the storage holds every element; one that was resized may not."""
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:
-        return tensor.numel() == 0
-    offset = tensor.storage_offset() * tensor.element_size()
-    if tensor.is_contiguous():
-        needed = tensor.nbytes
-    else:
-        last = sum(stride * (size - 1) for stride, size in _strides(tensor))
-        needed = (last + 1) * tensor.element_size()
-    return offset + needed <= tensor.untyped_storage().nbytes()
-
-
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions along which there is anywhere to go."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return [(stride, size) for stride, size in pairs if size != 1]
+def recover_initial_param(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
+    """x_0 of a parameter that was stepped without momentum up to now."""
+    # Copies, since autograd may keep them while the step overwrites the originals.
+    shards = map(sharding.local, (param, state["grad_sum"], state["grad_sq_sum"]))
+    x, *sums = (as_real(shard).clone() for shard in shards)
+    start = rule.recover_initial_param(TorchFunctions, eps, x, *sums)
+    return sharding.like(torch.view_as_complex(start) if param.is_complex() else start, param)

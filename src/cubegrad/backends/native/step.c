@@ -7,17 +7,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A chunk is fetched while the one before the last is computed: the arithmetic is long enough to
-   keep the processor from running ahead to the next misses by itself. 15 % of a step. */
+/* A chunk is prefetched two chunks ahead: the arithmetic is long enough to keep the processor from
+   running ahead to the next cache misses by itself. Saves 15 % of a step. */
 #define CHUNK 128
 #define AHEAD 256
 /* A thread is worth waking for this many elements: 1 MB to move. */
 #define GRAIN 32768
 #define PIECE 16384
 #define MOST_THREADS 256
-/* Sums run side by side in as many lanes as the widest vector has, and after so many elements
-   they are added to double ones; after every chunk would take as long again as the sums. What is
-   left are five instructions more for a vector's forty: a tenth of a step in the cache. */
+/* Sums run side by side in as many lanes as the widest vector has. Every FOLD elements they are
+   added to doubles; doing that every chunk would double the cost of the sums. What remains is five
+   instructions more to a vector's forty: a tenth of a step in the cache. */
 #define LANES 16
 #define FOLD 1024
 
@@ -29,48 +29,7 @@ static const int64_t WIDTH[] = {[HALF] = 2, [BFLOAT16] = 2, [SINGLE] = 4, [DOUBL
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE float single_of(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-INLINE float from_bfloat16(uint16_t half) { return single_of((uint32_t)half << 16); }
-
-INLINE uint16_t to_bfloat16(float x)
-{
-    uint32_t bits = bits_of(x);
-    uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1); /* to even */
-    return (uint16_t)((x != x ? bits | 0x400000 : rounded) >> 16);
-}
-
-INLINE float from_half(uint16_t half)
-{
-    uint32_t shifted = (uint32_t)(half & 0x7fff) << 13;
-    uint32_t scaled = bits_of(single_of(shifted) * 0x1p112f); /* the difference of the biases */
-    uint32_t special = shifted >= 0x7c00u << 13 ? 0x7f800000 : 0;
-    return single_of(scaled | special | (uint32_t)(half & 0x8000) << 16);
-}
-
-INLINE uint16_t to_half(float x)
-{
-    uint32_t sign = bits_of(x) >> 16 & 0x8000;
-    uint32_t size = bits_of(x) & 0x7fffffff;
-    uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13; /* to even */
-    /* 0.5's last place is the last place of a subnormal half. */
-    uint32_t subnormal = bits_of(single_of(size) + 0.5f) - bits_of(0.5f);
-    uint32_t finite = size < 0x38800000 ? subnormal : normal;
-    uint32_t special = size > 0x7f800000 ? 0x7e00 : 0x7c00;
-    return (uint16_t)(sign | (size >= 0x477ff000 ? special : finite)); /* 65520 rounds to inf */
-}
+#include "half.h"
 
 /* The sums of a piece. */
 struct lanes {
@@ -158,8 +117,8 @@ struct sums {
     double of[SUMS];
 };
 
-/* Each worker has a share, the same at every step, so that memory stays near who touches it. Who
-   is done takes pieces from the others: processors are seldom equally free. */
+/* Each worker has the same share at every step, so that memory stays near the core that uses it. A
+   worker that is done takes pieces from the others: cores are seldom equally free. */
 struct work {
     struct job *job;
     struct sums *sums; /* of each piece, or NULL */
@@ -213,7 +172,7 @@ static void *help(void *context)
     return NULL;
 }
 
-/* Threads that live for this step only: after a fork, torch's have not come along. */
+/* Threads for this step only: a child process has none of torch's threads. */
 static void work_in_own_threads(struct work *work)
 {
     struct helper helpers[MOST_THREADS];
@@ -221,7 +180,7 @@ static void work_in_own_threads(struct work *work)
     while (made + 1 < work->workers) {
         helpers[made] = (struct helper){.work = work, .worker = made + 1};
         if (pthread_create(&helpers[made].thread, NULL, help, &helpers[made]) != 0)
-            break; /* those there are take the shares of those there are not */
+            break; /* the threads we have do the work of those we could not start */
         made++;
     }
     work_through(work, 0);
@@ -229,8 +188,8 @@ static void work_in_own_threads(struct work *work)
         pthread_join(helpers[i].thread, NULL);
 }
 
-/* Pieces that depend on nothing but the number of elements, so that the sums do not either: small
-   ones in a small step, so that all threads end together. Memory for the sums of each. */
+/* The pieces depend only on the number of elements, so that the sums do too. They are smaller in a
+   small step, so that all threads end together. Allocates the sums of each piece. */
 static int cut_for_sums(struct work *work)
 {
     int64_t fair = work->total / 64 / CHUNK * CHUNK;
@@ -242,7 +201,7 @@ static int cut_for_sums(struct work *work)
     return work->sums == NULL ? -1 : 0;
 }
 
-/* In the order of the pieces, whoever took them. */
+/* In the order of the pieces, whichever thread took them. */
 static void add_sums(const struct work *work, double *sums)
 {
     for (int64_t piece = 0; piece < work->pieces; piece++)

@@ -1,6 +1,6 @@
-/* One fused step over every tensor of a group, on the CPU. Plain C: no Python, no torch. */
-#ifndef CUBEGRAD_CPU_H
-#define CUBEGRAD_CPU_H
+/* One fused step over every tensor of a batch, on the CPU. Plain C: no Python, no torch. */
+#ifndef CUBEGRAD_STEP_H
+#define CUBEGRAD_STEP_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@ enum method { MADGRAD, MIRROR_MADGRAD };
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
-/* A tensor: where it and its state lie, and how many elements it has.
+/* The addresses of a tensor and its state, and its number of elements.
    MADGRAD: a is s, b is nu, c is x_0 or NULL. MirrorMADGRAD: a is nu, b is z, c is NULL. */
 struct row {
     void *param, *a, *b, *c;
@@ -40,7 +40,7 @@ typedef void range_function(int64_t begin, int64_t end, void *job);
 /* torch's own parallel loop, as its stable C interface has it. */
 typedef int32_t parallel_function(int64_t, int64_t, int64_t, range_function *, void *);
 
-/* The best this machine runs. */
+/* The best level that this machine has. */
 enum level best_level(void);
 
 /* Update everything and count the step. `parallel` may be NULL; then `threads` are made here.

@@ -1,11 +1,13 @@
 """Check that nothing but the gradients' addresses changed since a step was prepared.
 
-This is most of what a fused step costs the host, so there is a quick way in C and a plain one.
+These checks are most of what a fused step costs the host, so they are made in C. Where the
+extension was not built, or torch is not as it expects, the functions named `plain_` make them.
 """
 
 import ctypes
 import importlib
 from array import array
+from bisect import bisect_right
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cubegrad.state.layout import lies_in_storage
+from cubegrad.backends.memory import lies_in_storage
 
-# Found by name in torch's library. The first nine are its stable C interface. The others are C++
-# functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tries them.
+# Looked up by name in torch's library. The first nine are its stable C interface, the others C++
+# functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tests them.
 FUNCTIONS = (
     *(f"aoti_torch_get_{what}" for what in ("data_ptr", "dtype", "layout", "dim")),
     *(f"aoti_torch_get_{what}" for what in ("sizes", "strides", "storage_size")),
@@ -29,26 +31,26 @@ FUNCTIONS = (
 )
 
 
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
+def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _location(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def plain_signature(params: list[Tensor], state: list[Tensor]) -> Any:
-    """Everything that a prepared step relies on, or None if it cannot be relied on."""
+    """Everything that a prepared step relies on, or None if it cannot be repeated."""
     if any(tensor.is_neg() for tensor in (*params, *state)):
         return None
-    signature = [(*_place(tensor), *_facts(tensor)) for tensor in state]
+    signature = [(*_location(tensor), *_form(tensor)) for tensor in state]
     for param in params:
         grad = param.grad
         if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
             return None
         if grad.shape != param.shape or not lies_in_storage(grad):
             return None
-        signature.append((*_place(param), *_facts(param), *_facts(grad)))
+        signature.append((*_location(param), *_form(param), *_form(grad)))
     return signature
 
 
@@ -60,10 +62,10 @@ def plain_addresses(params: list[Tensor], state: list[Tensor], signature: Any) -
 
 
 def joined(signatures: list[Any]) -> Any:
-    """The signature of tensors of state, from those of some of them each."""
+    """One signature of several lists of state tensors."""
     if signatures and isinstance(signatures[0], bytes):
         return b"".join(signatures)
-    return [facts for signature in signatures for facts in signature]
+    return [tensor for signature in signatures for tensor in signature]
 
 
 def plain_bump_versions(params: list[Tensor]) -> None:
@@ -71,17 +73,28 @@ def plain_bump_versions(params: list[Tensor]) -> None:
     torch.autograd.graph.increment_version(params)
 
 
-def plain_same(a: list[Any], b: list[Any]) -> bool:
+def plain_same_objects(a: list[Any], b: list[Any]) -> bool:
     """Whether two lists hold the very same objects."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+def plain_any_within(spans: bytes, lengths: bytes, addresses: bytes) -> bool:
+    """Whether any tensor at these addresses, of these lengths, overlaps one of the spans."""
+    bounds = array("q", spans)
+    starts, ends = bounds[::2], bounds[1::2]
+    for start, length in zip(array("q", addresses), array("q", lengths), strict=True):
+        nearest = bisect_right(ends, start)  # the first span that ends after its start
+        if nearest < len(starts) and length and starts[nearest] < start + length:
+            return True
+    return False
+
+
 def _offset() -> int:
-    """Where a tensor's object keeps the number in `_cdata`; 0 if that cannot be told."""
+    """The offset of the number in `_cdata` in a tensor's object; 0 if it is not found."""
     probes: list[Any] = [torch.zeros(1), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2).t()]
     for place in range(object.__basicsize__, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p)):
-        found = [ctypes.c_void_p.from_address(id(probe) + place).value for probe in probes]
-        if found == [probe._cdata for probe in probes]:
+        values = [ctypes.c_void_p.from_address(id(probe) + place).value for probe in probes]
+        if values == [probe._cdata for probe in probes]:
             return place
     return 0
 
@@ -108,26 +121,27 @@ def _bind(native: Any) -> None:
 def _probe(native: Any) -> None:
     """Refuse a torch whose C++ functions do not do what their names say."""
     param, state = torch.nn.Parameter(torch.ones(2)), [torch.ones(2)]
-    found = [native.signature([param], state)]
+    signatures = [native.signature([param], state)]
     for grad in (torch.ones(2), torch._neg_view(torch.ones(2))):
         param.grad = grad
-        found.append(native.signature([param], state))
+        signatures.append(native.signature([param], state))
     version = param._version
     native.bump_versions([param])
-    seen = [signature is not None for signature in found]
-    if (seen, param._version) != ([False, True, False], version + 1):
-        raise OSError(f"torch {torch.__version__} has functions of other meanings")
+    repeatable = [signature is not None for signature in signatures]
+    if (repeatable, param._version) != ([False, True, False], version + 1):
+        raise OSError(f"functions of torch {torch.__version__} do not do what their names say")
 
 
 native: Any = None
-signature, addresses, same = plain_signature, plain_addresses, plain_same
+signature, addresses = plain_signature, plain_addresses
+same_objects, any_within = plain_same_objects, plain_any_within
 bump_versions = plain_bump_versions
 missing = ""
 try:
     native = importlib.import_module("cubegrad.backends.native._native")
-    same = native.same
+    same_objects, any_within = native.same_objects, native.any_within
     _bind(native)
     signature, addresses = native.signature, native.addresses
     bump_versions = native.bump_versions
-except (ImportError, AttributeError, OSError) as error:  # not built here, or another torch
+except (ImportError, AttributeError, OSError) as error:  # not built, or torch differs
     missing = str(error)

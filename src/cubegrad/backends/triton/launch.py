@@ -1,14 +1,14 @@
-"""Every tensor of a group in one launch, at the speed of the memory.
+"""Every tensor of a batch in one launch, at the speed of the memory.
 
 The kernel finds its tensors through tables of addresses in device memory. `rows` holds, for each
 tensor, what stays in place from step to step; `grads` the addresses of the gradients, which do
 not; `units` the (row, index) pairs that cut all tensors into pieces, one for each program. The
-last program to finish counts the steps.
+last program to finish increments the step counts.
 """
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,14 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cubegrad.backends.fused import step_once
-from cubegrad.backends.launching import capturing, rows_of
+from cubegrad.backends import fused
+from cubegrad.backends.batch import Batch, capturing
 from cubegrad.backends.triton.kernel import advance_estimate, step_units
 from cubegrad.options import Hyper
 
+NAME = "triton"
+FUSED = True
+
 # A program updates SPAN blocks in a row. On an H200 (torch 2.11, Triton 3.6) the kernel then moved
 # 100 % of the copy bandwidth in one tensor of 2^29, 94 % in ResNet-50's 161 tensors, and 99 % in
-# bfloat16. One block a program lost 4 to 10 % to looking up where it lies. Programs that stay and
+# bfloat16. One block a program lost 4 to 10 % to looking up its addresses. Programs that stay and
 # walk over the units in strides lost 3 %: they drift apart, and open more pages of memory at once.
 BLOCK = 1024
 SPAN = 3
@@ -42,47 +45,44 @@ DTYPES = {
 }
 
 
-# What a graph was captured with, for as long as it may be replayed: nobody says when that ends.
+# What captured graphs read, kept for ever: nobody tells us when a graph is replayed last.
 CAPTURED: list[Any] = []
 
-ADVANCING: dict[tuple[Any, ...], Callable[..., None]] = {}  # compiled, by what they were made for
+ADVANCING: dict[tuple[Any, ...], Callable[..., None]] = {}  # compiled kernels by their variants
 
 
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
-    """On the host, where the device can fetch it while the host goes on."""
+    """Memory that the device can copy from while the host goes on."""
     return host if device.type == "cpu" else host.pin_memory()
 
 
 class Launch:
-    """Tensors of one device and one set of dtypes, all lying densely, and what updates them."""
+    """A batch of dense tensors, and the tables that the kernel reads."""
 
-    def __init__(
-        self,
-        method: str,
-        params: list[Tensor],
-        grad_dtype: torch.dtype,
-        steps: list[Tensor],
-        buffers: Sequence[list[Tensor]],
-    ) -> None:
-        self.device = params[0].device
-        self.alive: Any = (params, steps, buffers)  # the tables hold their addresses
+    written: bytes
+    grad_lengths: bytes
+
+    def __init__(self, batch: Batch) -> None:
+        param, grad, _, buffers = batch.rows[0]
+        self.device = param.device
+        self.alive = fused.without_grads(batch)  # the tables hold their addresses
         # Two numbers more: a row of 64 bytes.
-        table = torch.tensor([(*row, 0, 0) for row in rows_of(params, steps, buffers)])
+        table = torch.tensor([(*row, 0, 0) for row in fused.addresses(batch)])
         rows, sizes = _pinned(table, self.device), table[:, 5].tolist()
         units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
         if capturing():  # each replay uploads the tables anew
-            CAPTURED.append((self, rows, units))
+            CAPTURED.append((self, batch, rows, units))
         self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
         self.programs = len(units)
         self.sums: Tensor | None = None  # of every unit, where they are wanted
         self.kernels: dict[tuple[bool, ...], Callable[..., None]] = {}
-        dtypes = (params[0].dtype, grad_dtype, buffers[0][0].dtype)
-        self.constants = (method, len(buffers) == 3, *(DTYPES[d] for d in dtypes), BLOCK)
+        dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
+        self.constants = (batch.layout.method, batch.layout.keeps_initial_param, *dtypes, BLOCK)
 
     def table(self, grads: bytes) -> tuple[Tensor, bool]:
-        """The gradients' addresses on the device. What a graph uploads, only its replay has."""
+        """On the device. While a graph is captured, only its replays will upload the table."""
         host = _pinned(torch.frombuffer(bytearray(grads), dtype=torch.int64), self.device)
         table = host.to(self.device, non_blocking=True)
         lasting = not capturing()
@@ -91,12 +91,11 @@ class Launch:
         return table, lasting
 
     def run(self, h: Hyper, table: Tensor) -> None:
-        """Update everything, with the gradients that the table lists."""
         with _on(self.device):
             self._run(h, table)
 
     def _run(self, h: Hyper, table: Tensor) -> None:
-        if capturing():  # a graph knows addresses only
+        if capturing():  # a graph holds addresses, not tensors
             CAPTURED.append((self, table))
         moving = (h.lr, h.momentum, 1.0 if h.shrink is None else h.shrink)
         host = [0.0 if isinstance(number, Tensor) else number for number in moving]
@@ -104,7 +103,7 @@ class Launch:
         tensors = [
             *(self._here(number, torch.float64) for number in moving),
             *(self._here(number, torch.float32) for number in (h.found_inf, h.grad_scale)),
-            self._room(h),
+            self._unit_sums(h),
         ]
         integers = UNPACK_INTEGERS(doubles)
         arguments = (self.rows, table, *self.places, *integers, *tensors, *self.constants)
@@ -115,16 +114,16 @@ class Launch:
         else:
             self._compile(variant, arguments)
         if h.sums is not None:
-            h.sums.add_(self._room(h).sum(dim=1).to(h.sums.device))
+            h.sums.add_(self._unit_sums(h).sum(dim=1).to(h.sums.device))
 
     def _here(self, number: Any, dtype: torch.dtype) -> Tensor | None:
-        """A number that lives on a device, on this one."""
+        """A number that is a tensor, on this device."""
         if not isinstance(number, Tensor):
             return None
         return number.to(self.device, dtype, non_blocking=True)
 
-    def _room(self, h: Hyper) -> Any:
-        """Where the kernel puts its sums, if they are wanted."""
+    def _unit_sums(self, h: Hyper) -> Any:
+        """Where each program stores its sums, if they are wanted."""
         if h.sums is None:
             return None
         if self.sums is None:
@@ -139,19 +138,19 @@ class Launch:
             enable_fp_fusion=False,  # else a step at lr 0 moves by the rounding of a product
         )
         if compiled is not None:  # the interpreter returns nothing
-            # Past the just-in-time front end: 12 us a launch instead of 40.
+            # Without the just-in-time front end: 12 us a launch instead of 40.
             self.kernels[variant] = compiled[(self.programs, 1, 1)]
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Where Triton launches: on the current device, which may be another."""
+    """Make the device current: Triton launches on the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()
 
 
 def _cut(sizes: list[int], length: int) -> Tensor:
-    """(row, index) of every unit, row by row; with no element at all, one unit to count for all."""
+    """(row, index) of every unit; one unit if there are no elements, to increment the counts."""
     counts = torch.tensor([triton.cdiv(size, length) for size in sizes])
     if not counts.any():
         counts[0] = 1
@@ -168,7 +167,7 @@ def advance(
     counts: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    """An estimated learning rate one step on, in one launch: see the kernel."""
+    """Advance the estimate of lr="auto" by one step, in one launch: see the kernel."""
     if found_inf is not None:
         found_inf = found_inf.to(values.device, torch.float32, non_blocking=True)
     groups = len(values)
@@ -184,4 +183,4 @@ def advance(
             ADVANCING[variant] = compiled[(1, 1, 1)]
 
 
-step = functools.partial(step_once, Launch)
+step = functools.partial(fused.step, Launch)

@@ -1,0 +1,66 @@
+"""What a backend updates: a batch of parameters, each with its gradient and state."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cubegrad.options import Hyper
+from cubegrad.sharding import ShardedOver
+from cubegrad.state.layout import Layout
+
+
+class Row(NamedTuple):
+    """One parameter: real strided tensors, what this process holds of them."""
+
+    param: Tensor
+    grad: Tensor
+    step: Tensor
+    buffers: tuple[Tensor, ...]  # as the batch's layout names them
+
+
+class Batch(NamedTuple):
+    """Parameters that are updated together: of one layout, device, dtype and gradient dtype."""
+
+    layout: Layout
+    rows: list[Row]
+    sharded_over: ShardedOver = None  # told apart only where lr="auto" adds up sums
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [row.param for row in self.rows]
+
+
+class Launch(Protocol):
+    """A fused kernel bound to the tensors of a batch, which can run again and again."""
+
+    alive: Any  # the tensors whose addresses the kernel holds
+    written: bytes  # the memory it writes to, as memory.packed gives it
+    grad_lengths: bytes  # of the gradients, as memory.lengths gives them
+
+    def table(self, grads: bytes) -> tuple[Any, bool]:
+        """The gradients' addresses where `run` wants them, and whether they will stay there."""
+
+    def run(self, h: Hyper, table: Any) -> None:
+        """Update the batch, with the gradients that the table lists."""
+
+
+class Backend(Protocol):
+    """How a batch is updated. A module with these names is a backend."""
+
+    NAME: str
+    # Whether one kernel updates the whole batch. It then keeps the step counts on the device, takes
+    # a GradScaler's scale and verdict, and what it launches can be repeated.
+    FUSED: bool
+
+    def step(self, batch: Batch, h: Hyper) -> Launch | None:
+        """Update parameters, buffers and step counts in place, and nothing else.
+
+        Returns what can be repeated as it is while the tensors stay where they are, if anything.
+        """
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being made: what is allocated now has its values in a replay only."""
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(started and torch.cuda.is_current_stream_capturing())

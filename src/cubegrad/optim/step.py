@@ -1,0 +1,234 @@
+"""One step, in the order in which it happens.
+
+Groups whose last step can be repeated take the short cut of repeat.py. For the others everything
+that can be refused is refused first; then their parameters are gathered into batches, a backend
+updates each batch, and what is no longer needed is dropped.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cubegrad import options, sharding
+from cubegrad.backends.batch import Backend, Batch, Row, capturing
+from cubegrad.backends.native import tensors
+from cubegrad.optim import auto, inputs, sparse
+from cubegrad.optim.repeat import Member, Prepared, prepare
+from cubegrad.options import Hyper
+from cubegrad.state import layout
+from cubegrad.state.start import Weight
+
+if TYPE_CHECKING:
+    from cubegrad.optim.base import BaseOptimizer
+
+Group = dict[str, Any]
+
+
+def step_groups(optimizer: "BaseOptimizer") -> None:
+    groups, state = optimizer.param_groups, optimizer.state
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _refuse_blind_capture(groups)
+    if not optimizer._has_had_gradients:
+        optimizer._has_had_gradients = sharding.check_not_replaced(groups)
+    repeated = optimizer._repeats.ready(groups, state)
+    # Everything that can be refused is refused before anything changes.
+    indices = [index for index in range(len(groups)) if index not in repeated]
+    chosen = {index: check_group(optimizer, groups[index]) for index in indices}
+    is_auto = any(group["auto_lr"] for group in groups)
+    hypers = (
+        auto.begin_step(optimizer, hyper)
+        if is_auto
+        else [hyper(optimizer, group) for group in groups]
+    )
+    if hypers is None:  # lr="auto" has had no gradient yet that gives it a scale
+        for group in groups:
+            _count_step(optimizer, group)
+        return
+    new: dict[int, Prepared | None] = {}
+    for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
+        if index in chosen:
+            new[index] = _step_group(optimizer, group, h, chosen[index])
+            continue
+        prepared, tables = repeated[index]
+        for part, table in zip(prepared.parts, tables, strict=True):
+            sums = None if h.sums is None else h.sums[part.sharded_over]
+            part.launch.run(h if sums is None else h._replace(sums=sums), table)
+            tensors.bump_versions(part.written)
+    if new:
+        optimizer._repeats.keep(new, state)
+    if is_auto:
+        auto.end_step(optimizer, hypers, repeated)
+
+
+def _refuse_blind_capture(groups: list[Group]) -> None:
+    """A CUDA graph would freeze a step count and an lr that live on the host."""
+    if capturing() and not all(group["capturable"] for group in groups):
+        raise RuntimeError(
+            "step() is being captured in a CUDA graph with capturable=False, and would replay "
+            "one step count for ever; build the optimizer with capturable=True"
+        )
+
+
+def check_group(optimizer: "BaseOptimizer", group: Group) -> Backend:
+    """Refuse what cannot be stepped; returns the backend for what can."""
+    inputs.check_grads(optimizer._method, group, optimizer.state)
+    sparse.check(optimizer._method, group)
+    return optimizer._backend(group)
+
+
+def hyper(
+    optimizer: "BaseOptimizer", group: Group, estimated: float | Tensor | None = None
+) -> Hyper:
+    """The group's numbers for this step; its lr is a factor on the estimate if there is one."""
+    on_device = group["capturable"] or isinstance(estimated, Tensor)
+    on_device = on_device or torch.compiler.is_compiling()
+    lr, momentum = group["lr"], group["momentum"]
+    factor = _scalar(lr, on_device) if isinstance(lr, Tensor) else lr
+    if estimated is None:
+        lr = factor
+    elif isinstance(factor, Tensor):
+        # A copy: the step overwrites the estimate, which autograd may keep for the factor.
+        lr = factor * (estimated.clone() if isinstance(estimated, Tensor) else estimated)
+    else:
+        lr = estimated if factor == 1 else estimated * factor  # the product is a launch on a GPU
+    weight_decay, shrink = 0.0, None
+    if group["weight_decay"]:
+        weight_decay, shrink = options.decay(group, lr, factor)
+    return Hyper(
+        lr=lr,
+        momentum=_scalar(momentum, on_device) if isinstance(momentum, Tensor) else momentum,
+        eps=group["eps"],
+        weight_decay=weight_decay,
+        shrink=shrink,
+        maximize=group["maximize"],
+        on_device=on_device,
+        differentiable=group["differentiable"],
+        found_inf=getattr(optimizer, "found_inf", None),
+        grad_scale=getattr(optimizer, "grad_scale", None),
+    )
+
+
+def _scalar(value: Tensor, on_device: bool) -> float | Tensor:
+    return value.reshape(()) if on_device or value.requires_grad else value.item()
+
+
+def _step_group(
+    optimizer: "BaseOptimizer", group: Group, h: Hyper, backend: Backend
+) -> Prepared | None:
+    """Returns the step ready to be repeated, if it can be."""
+    found = gather(optimizer, group, Weight.of(h.lr, h.found_inf), backend.FUSED)
+    if not found:
+        return None
+    members = found if h.differentiable else [_local(member) for member in found]
+    dense = members
+    if any(member.row.grad.is_sparse for member in members):
+        dense = sparse.step_rows(backend, h, group["momentum"], members)
+    batches = _batches(dense, apart_by_sharding=h.sums is not None)
+    launches = []
+    for batch in batches:
+        sums = None if h.sums is None else h.sums[batch.sharded_over]
+        launches.append(backend.step(batch, h._replace(sums=sums)))
+    owners = [member.owner for member in members]
+    sharding.bump_versions(owners)
+    _drop_initial_params(optimizer, members, h)
+    optimizer._starts.finish_step(owners)
+    if optimizer._starts.any_open(owners):
+        return None  # x_0 may have to be read again
+    return prepare(group, members, batches, launches, optimizer.state)
+
+
+def _count_step(optimizer: "BaseOptimizer", group: Group) -> None:
+    """Count a step that changes no weight."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    members = gather(optimizer, group, Weight.NONE, fused=False)
+    if members and not (found_inf is not None and found_inf.item()):
+        torch._foreach_add_([member.row.step for member in members], 1)
+    optimizer._starts.finish_step(member.owner for member in members)
+
+
+def gather(
+    optimizer: "BaseOptimizer", group: Group, weight: Weight, fused: bool, alike: bool = False
+) -> list[Member]:
+    """The parameters that have a gradient, with their state as the step needs it.
+
+    With `alike` all keep x_0 as soon as one does.
+    """
+    _recover_at_last_eps(optimizer, group)
+    method, momentum = optimizer._method, group["momentum"]
+    count_on_device = fused or group["capturable"] or group["auto_lr"]
+    params = [param for param in group["params"] if param.grad is not None]
+    full = layout.full(method)
+    everywhere = alike and any(
+        full.start in optimizer.state[param] or layout.needed(method, momentum, param) is full
+        for param in params
+    )
+    in_graph = capturing()  # which would read x_0 again at every replay
+    members = []
+    for param in params:
+        state = optimizer.state[param]
+        needed = full if everywhere else layout.needed(method, momentum, param)
+        if "step" not in state:  # a wrapper may have put an entry of its own there
+            state.update(needed.fresh(param, count_on_device))
+            used = needed
+            if needed.start is not None and weight is not Weight.SOME:
+                optimizer._starts.add(param, state[needed.start])
+        else:
+            used = layout.held(method, state) or needed
+            if not in_graph:
+                optimizer._starts.read_again(param, used, state, weight)
+            if count_on_device and state["step"].device != param.device:
+                state["step"] = state["step"].to(param.device)
+            if needed is full and used is not full:  # the run went without momentum until now
+                state["initial_param"] = layout.recover_initial_param(param, state, group["eps"])
+                used = full
+        buffers = tuple(state[name] for name in used.buffers)
+        row = Row(param, param.grad, state["step"], buffers)
+        members.append(Member(param, used, row, drops_start=used is not needed))
+    return members
+
+
+def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
+    """Where x_0 is not kept, the weights belong to the eps they were reached with."""
+    last, group["last_eps"] = group["last_eps"], group["eps"]
+    if last == group["eps"]:
+        return
+    full = layout.full(optimizer._method)
+    for param in group["params"]:
+        state = optimizer.state.get(param, {})
+        if "step" in state and layout.held(optimizer._method, state) is not full:
+            state["initial_param"] = layout.recover_initial_param(param, state, last)
+
+
+def _drop_initial_params(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) -> None:
+    """Without momentum x is z after a step, so x_0 can be recovered and need not be kept."""
+    unneeded = [member.owner for member in members if member.drops_start]
+    # After an overflow the step has not happened; inside a graph that is unknown.
+    if unneeded and h.found_inf is not None and (h.on_device or h.found_inf.item()):
+        return
+    for param in unneeded:
+        del optimizer.state[param]["initial_param"]
+
+
+def _local(member: Member) -> Member:
+    """The member with what this process holds of its tensors."""
+    param, grad, step, buffers = member.row
+    if type(grad) is not Tensor or sharding.is_sharded(param):
+        local = tuple(map(sharding.local, buffers))
+        row = Row(sharding.local(param), sharding.gradient(grad, param), step, local)
+        return member._replace(row=row)
+    return member
+
+
+def _batches(members: list[Member], apart_by_sharding: bool) -> list[Batch]:
+    """Members of one layout, device and dtype, and if sums are wanted, sharded alike."""
+    batches: dict[Any, Batch] = {}
+    for owner, used, row, _ in members:
+        if row.param.is_complex() or row.grad.is_neg():
+            param, grad, step, buffers = row
+            real = tuple(map(layout.as_real, buffers))
+            row = Row(layout.as_real(param), layout.as_real(grad), step, real)
+        over = sharding.sharded_over(owner) if apart_by_sharding else None
+        key = used, over, row.param.device, row.param.dtype, row.grad.dtype
+        batches.setdefault(key, Batch(used, [], over)).rows.append(row)
+    return list(batches.values())
