@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp2.py
 
-This runs on CPUs with gloo, on GPUs with nccl, and unchanged on several nodes (docs/distributed.md).
-The model learns to add modulo 53. Each step's batch depends on the step alone, so a run that was killed
-and restarted ends like an uninterrupted one, bit for bit at the same number of processes.
+This runs on CPUs with gloo, on GPUs with nccl, and unchanged on several nodes
+(docs/distributed.md). The model learns to add modulo 53. Each step's batch depends on the step
+alone, so a run that was killed and restarted ends like an uninterrupted one, bit for bit at the
+same number of processes.
 """
 
 import argparse
