@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp2.py
 
-runs on CPUs with gloo, on GPUs with nccl, and on several nodes (docs/distributed.md) unchanged. It
-learns to add modulo 53. Each step's batch depends on the step alone, so that a run that was killed
-and restarted ends where an undisturbed one does, at the same number of processes bit for bit.
+This runs on CPUs with gloo, on GPUs with nccl, and unchanged on several nodes
+(docs/distributed.md). The model learns to add modulo 53. Each step's batch depends on the step
+alone, so a run that was killed and restarted ends like an uninterrupted one, bit for bit at the
+same number of processes.
 """
 
 import argparse
@@ -63,28 +64,28 @@ def contents(model: nn.Module, optimizer: MADGRAD) -> dict[str, object]:
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: MADGRAD) -> None:
-    """A checkpoint gets its name when all of it is written; until then nobody reads it."""
+    """Write a checkpoint, and rename it to `step-N` when it is complete; only those are loaded."""
     writing, place = folder / f"writing-{step}", folder / f"step-{step}"
     if dist.get_rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(writing, ignore_errors=True)  # left by a run that was killed
     dist.barrier()
     dcp.save(contents(model, optimizer), checkpoint_id=writing)
     dist.barrier()
     if dist.get_rank() == 0:
         writing.rename(place)
         for old in complete(folder)[:-2]:
-            # What is being deleted is no longer whole either.
+            # Renamed first: half deleted, it is not a complete checkpoint any more.
             shutil.rmtree((folder / f"step-{old}").rename(folder / f"old-{old}"))
 
 
 def complete(folder: Path) -> list[int]:
-    """The steps that have a whole checkpoint."""
+    """The steps that have a complete checkpoint."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def resume(folder: Path, model: nn.Module, optimizer: MADGRAD) -> int:
-    """Load the last complete checkpoint, the one that the first process sees; returns its step."""
+    """Load the last complete checkpoint that rank 0 sees; returns its step."""
     found: list[int] = [max(complete(folder), default=0)]
     dist.broadcast_object_list(found, src=0)
     if found[0]:

@@ -25,18 +25,18 @@ SPLIT_SEED = 0
 Params = dict[str, Array]
 Make = Callable[[Array], optax.GradientTransformation]
 
-# By method: how to make it, its colour (Okabe and Ito's), and how its line is drawn.
+# By method: its constructor, its colour (Okabe and Ito's palette) and its line style.
 METHODS: dict[str, tuple[Make, str, str]] = {
     "MADGRAD": (cubegrad.optax.madgrad, "#D55E00", "o-"),
     "MirrorMADGRAD": (cubegrad.optax.mirror_madgrad, "#0072B2", "s--"),
     "Adam": (optax.adam, "#009E73", "^-."),
 }
-# By method: seed x learning rate, the accuracy on the test set in %.
+# By method: the test accuracy in %, an array of seeds x learning rates.
 Results = dict[str, np.ndarray]
 
 
 def digits() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Images and labels to train on, and others to test on."""
+    """Images and labels for training, and others for testing."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     images, labels = jnp.asarray(images[order] / 16, jnp.float32), jnp.asarray(labels[order])
@@ -72,7 +72,7 @@ def accuracy(
     learning_rate: Array,
     seed: Array,
 ) -> Array:
-    """Train once; the accuracy on `unseen` in %."""
+    """Train once; returns the accuracy on `unseen` in %."""
     start, batches = jax.random.split(jax.random.key(seed))
     images, labels = data
     params, tx = network(start, images.shape[1]), make(learning_rate)
@@ -105,7 +105,7 @@ def mean_and_error(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def table(rates: Array, results: Results) -> str:
-    """Each method's best learning rate, and the range that comes within 2 % of its accuracy."""
+    """Each method's best learning rate, and the range within 2 points of its accuracy."""
     lines = [f"{'method':<14} {'best lr':>9} {'test acc. %':>14}   within 2 points"]
     for name, grid in results.items():
         mean, error = mean_and_error(grid)
