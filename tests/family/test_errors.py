@@ -82,7 +82,7 @@ def changed(change):
 REFUSED = {
     "another method": (
         lambda d: d["param_groups"][0].update(denominator="sqrt_step"),
-        "denominator='sqrt_step', the optimizer 'cube_root'; build it with",
+        "denominator='sqrt_step', the optimizer 'cube_root'; build the optimizer with",
     ),
     "fewer parameters": (
         lambda d: d["param_groups"][0].update(params=[0]),

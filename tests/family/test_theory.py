@@ -204,15 +204,15 @@ def test_amsgrads_regret_on_linear_losses_is_within_its_bound(beta1):
 
 ONE = torch.ones(2)
 REFUSED = [
-    (lambda: theory.convergence_bound(0, 1.0, 1.0, 1), "k=0 must be >= 1; pass the index"),
-    (lambda: theory.anytime_bound(-1, 0.1, 1.0, 1.0, 1), "k=-1 must be >= 0"),
+    (lambda: theory.convergence_bound(0, 1.0, 1.0, 1), "k=0 must be finite and >= 1; pass the index"),
+    (lambda: theory.anytime_bound(-1, 0.1, 1.0, 1.0, 1), "k=-1 must be finite and >= 0"),
     (lambda: theory.optimal_lr(1, -2.0, 1.0, 1), "distance=-2.0 must be finite and > 0; pass"),
     (lambda: theory.optimal_lr(1, 1.0, math.nan, 1), "grad_bound=nan must be finite"),
     (lambda: theory.adagrad_lr(1.0, 0), "dimension=0 must be finite and > 0; pass the number"),
-    (lambda: theory.time_varying_bound(1.0, 1, [1.0]), r"grad_bounds=\[1.0\] must be two or more"),
+    (lambda: theory.time_varying_bound(1.0, 1, [1.0]), r"grad_bounds=\[1.0\] must be two or more numbers"),
     (lambda: theory.adagrad_bound(1.0, 1, [1.0, 0.0]), "grad_bound=0.0 must be finite and > 0"),
     (lambda: theory.cube_root_minimiser(ONE, 0.0), "budget=0.0 must be finite and > 0; pass the c"),
-    (lambda: theory.pull(-1), "k=-1 must be >= 0"),
+    (lambda: theory.pull(-1), "k=-1 must be finite and >= 0"),
     (
         lambda: theory.amsgrad_bound(1, 0.1, 0.9, 1.0, 0.9, 1.0, 1.0, ONE, ONE),
         r"beta2=1.0 must be in \[0, 1\)",
