@@ -55,6 +55,9 @@ each_problem = pytest.mark.parametrize("make", PROBLEMS, ids=lambda make: make._
 
 @dataclass(frozen=True)
 class Solution:
+    """A solved problem, and where the runs on it start."""
+
+    x0: Tensor
     minimiser: Tensor  # x_*
     lower_bound: float  # on f(x_*)
     distance: float  # ‖x_0-x_*‖
@@ -72,16 +75,17 @@ def solve(problem: Problem, x0: Tensor) -> Solution:
     assert 0 <= problem.value(minimiser).item() - lower_bound + 1e-12 < 1e-6
     distance = torch.linalg.vector_norm(x0 - minimiser).item()
     grad_bound = problem.grad_bounds().max().item()
-    return Solution(minimiser, lower_bound, distance, grad_bound, problem.dimension)
+    return Solution(x0, minimiser, lower_bound, distance, grad_bound, problem.dimension)
 
 
-def check_every_step(problem: Problem, x0: Tensor, lr_factor: float, steps: int, runs: int = RUNS):
+def check_every_step(
+    problem: Problem, solution: Solution, lr_factor: float, steps: int, runs: int = RUNS
+) -> tuple[float, float]:
     """Assert that f(x_k) - f(x_*) is under every bound at every k, with a multiple of the best lr.
 
     Returns the largest ratio of f(x_k) - f(x_*) to the sharpest bound, and the last difference.
     """
-    solution = solve(problem, x0)
-    lr = lr_factor * theory.optimal_lr(steps, *solution.sizes)
+    x0, lr = solution.x0, lr_factor * theory.optimal_lr(steps, *solution.sizes)
     largest_ratio = 0.0
     for step in convex.run(problem, x0, lr, solution.grad_bound, steps + 1, runs):
         gap = problem.value(step.x).mean().item() - solution.lower_bound
@@ -99,7 +103,8 @@ def check_every_step(problem: Problem, x0: Tensor, lr_factor: float, steps: int,
 @pytest.mark.parametrize("lr_factor", [0.1, 1, 10])
 def test_every_bound_holds_at_every_step(make, lr_factor):
     problem = make()
-    largest_ratio, gap = check_every_step(problem, problem.origin, lr_factor, 200)
+    solution = solve(problem, problem.origin)
+    largest_ratio, gap = check_every_step(problem, solution, lr_factor, 200)
     assert gap >= -1e-9
     assert largest_ratio < 1
 
@@ -132,7 +137,7 @@ def test_the_bound_is_not_vacuous_and_is_tight_within_a_factor():
     """In one dimension it falls below f(x_0) - f(x_*), and still holds."""
     problem = signs()
     solution = solve(problem, problem.origin)
-    largest_ratio, gap = check_every_step(problem, problem.origin, 1, 400)
+    largest_ratio, gap = check_every_step(problem, solution, 1, 400)
     assert solution.minimiser.item() == pytest.approx(3.0)
     first_gap = problem.value(problem.origin).item() - solution.lower_bound
     assert theory.convergence_bound(400, *solution.sizes) < first_gap
@@ -196,15 +201,16 @@ def test_adagrads_bound_holds_with_the_corrected_lr():
 @examples(30)
 def test_random_problems_stay_under_every_bound(problem, seed, start_scale, lr_factor):
     x0 = randn((problem.dimension,), torch.float64, seed) * start_scale
-    minimiser, _ = convex.minimise(problem)
-    assume(torch.linalg.vector_norm(x0 - minimiser) > 1e-6)  # optimal_lr needs a distance > 0
-    check_every_step(problem, x0, lr_factor, 25, runs=64)
+    solution = solve(problem, x0)
+    assume(solution.distance > 1e-6)  # optimal_lr needs a distance > 0
+    check_every_step(problem, solution, lr_factor, 25, runs=64)
 
 
 @convex.each_sparse
 def test_logistic_regression_on_sparse_rows(make):
     problem = make()
-    first_gap = problem.value(problem.origin).item() - solve(problem, problem.origin).lower_bound
-    largest_ratio, gap = check_every_step(problem, problem.origin, 1, 150, runs=8)
+    solution = solve(problem, problem.origin)
+    largest_ratio, gap = check_every_step(problem, solution, 1, 150, runs=8)
+    first_gap = problem.value(problem.origin).item() - solution.lower_bound
     assert largest_ratio < 1  # 0.11 on the synthetic rows, 0.09 on a9a
     assert gap < 0.5 * first_gap  # 0.26 and 0.28
