@@ -2,9 +2,9 @@
 
     python3 benchmarks/plot_family.py --out docs/family.png
 
-Two panels follow one coordinate whose gradient is always 1; two run ℓ1 regression with one random
-row a step, whose minimiser is scipy's. Every rate is the best of a grid of powers of two for the
-mean over seeds of the last f(x) - f(x_*), measured with the same seeds as the figure.
+Two panels follow one coordinate whose gradient is always 1; two show ℓ1 regression with one random
+row per step and a minimiser from scipy. Each method runs with the learning rate, a power of two,
+that has the smallest mean f(x) - f(x_*) at the last step, over the seeds of the figure.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import cubegrad
 from cubegrad import family, theory
 
-# Okabe and Ito's palette. MADGRAD is the one heavy line.
+# The colours are Okabe and Ito's palette.
 METHODS: dict[str, tuple[type[family.DualAveraging], str, str]] = {
     "DA": (family.DA, "#0072B2", "--"),
     "WeightedDA": (family.WeightedDA, "#0072B2", "-"),
@@ -42,7 +42,7 @@ ROWS, DIMENSION, MOMENTUM = 200, 10, 0.9
 class Size:
     steps: int
     seeds: int
-    rungs: range  # of the rates 2^rung
+    exponents: range  # of the learning rates, powers of two
 
 
 FULL, QUICK = Size(1000, 32, range(-28, 5)), Size(60, 4, range(-8, 1))
@@ -50,17 +50,19 @@ FULL, QUICK = Size(1000, 32, range(-28, 5)), Size(60, 4, range(-8, 1))
 
 @dataclass(frozen=True)
 class Regression:
-    """f(x) = mean |a_i·x - b_i|, with columns of a on scales from 1 to 1/30."""
+    """f(x) = mean |a_i·x - b_i|, where the columns of a have scales from 1 to 1/30."""
 
     a: Tensor
     b: Tensor
-    best: Tensor  # x_*
-    least: float  # f(x_*)
+    minimiser: Tensor  # x_*
+    minimum: float  # f(x_*)
 
     def gap(self, x: Tensor) -> Tensor:
-        return (x @ self.a.T - self.b).abs().mean(-1) - self.least
+        """f(x) - f(x_*)."""
+        return (x @ self.a.T - self.b).abs().mean(-1) - self.minimum
 
     def gradient(self, x: Tensor, index: Tensor) -> Tensor:
+        """The subgradient of |a_i·x - b_i| for each i in `index`."""
         a = self.a[index]
         return torch.sign((x * a).sum(-1) - self.b[index])[..., None] * a
 
@@ -74,36 +76,44 @@ def regression() -> Regression:
     identity = np.eye(ROWS)
     table = np.block([[a.numpy(), -identity], [-a.numpy(), -identity]])  # ±(a·x - b) ≤ t
     cost = np.concatenate([np.zeros(DIMENSION), np.full(ROWS, 1 / ROWS)])
-    free = [(None, None)] * DIMENSION + [(0, None)] * ROWS
-    found = linprog(cost, A_ub=table, b_ub=np.concatenate([b, -b]), bounds=free)
-    if found.status:
-        raise RuntimeError(f"scipy found no minimiser: {found.message}")
-    return Regression(a, b, torch.from_numpy(found.x[:DIMENSION]), found.fun)
+    bounds = [(None, None)] * DIMENSION + [(0, None)] * ROWS
+    solution = linprog(cost, A_ub=table, b_ub=np.concatenate([b, -b]), bounds=bounds)
+    if solution.status:
+        raise RuntimeError(f"scipy found no minimiser: {solution.message}")
+    return Regression(a, b, torch.from_numpy(solution.x[:DIMENSION]), solution.fun)
 
 
-def unit_gradient(method: type[family.DualAveraging], rates: list[float]) -> tuple[list, list]:
-    """λ_k/d_{k+1}, the newest gradient's share of the move, and |z_{k+1} - x_0|."""
+def unit_gradients(
+    method: type[family.DualAveraging], lrs: list[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The effective step sizes λ_k/d_{k+1}, and |z_{k+1} - x_0|, if all gradients are 1."""
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = method([param], averaging="none")
     group = optimizer.param_groups[0]
-    shares, distances = [], []
-    for k, rate in enumerate(rates):
-        group["lr"] = rate
+    step_sizes, distances = [], []
+    for k, lr in enumerate(lrs):
+        group["lr"] = lr
         param.grad = torch.ones_like(param)
         optimizer.step()
         distances.append(-param.item())
-        total = optimizer.state[param]["grad_sum"].item()
-        shares.append(family.WEIGHTS[group["weights"]](group, k) * distances[-1] / total)
-    return shares, distances
+        grad_sum = optimizer.state[param]["grad_sum"].item()
+        step_sizes.append(family.WEIGHTS[group["weights"]](group, k) * distances[-1] / grad_sum)
+    return np.array(step_sizes), np.array(distances)
 
 
-def curves(
+def best_run(
     problem: Regression, method: type[family.DualAveraging], size: Size, **options: float
 ) -> tuple[float, np.ndarray]:
-    """The best rate, and f(x_k) - f(x_*) with it: step x seed. A group is a rate, a row a seed."""
+    """The best learning rate, and f(x_k) - f(x_*) with it by step and seed.
+
+    All runs share one optimizer: a group for each learning rate, a row for each seed.
+    """
     zeros = torch.zeros(size.seeds, DIMENSION, dtype=torch.float64)
-    params = [nn.Parameter(zeros.clone()) for _ in size.rungs]
-    groups = [{"params": [p], "lr": 2.0**r} for p, r in zip(params, size.rungs, strict=True)]
+    params = [nn.Parameter(zeros.clone()) for _ in size.exponents]
+    groups = [
+        {"params": [param], "lr": 2.0**exponent}
+        for param, exponent in zip(params, size.exponents, strict=True)
+    ]
     optimizer = method(groups, averaging="constant", momentum=MOMENTUM, **options)
     generator = torch.Generator().manual_seed(1)
     gaps = []
@@ -113,39 +123,39 @@ def curves(
             param.grad = problem.gradient(param.detach(), index)
         optimizer.step()
         gaps.append(torch.stack([problem.gap(param.detach()) for param in params]))
-    table = torch.stack(gaps, 1).numpy()  # rate x step x seed
-    best = int(np.argmin(table[:, -1].mean(-1)))
-    return 2.0 ** size.rungs[best], table[best]
+    by_lr = torch.stack(gaps, 1).numpy()  # learning rate, step, seed
+    best = int(np.argmin(by_lr[:, -1].mean(-1)))
+    return 2.0 ** size.exponents[best], by_lr[best]
 
 
 def theorem(problem: Regression, size: Size) -> dict[str, np.ndarray]:
-    """The theoretical MADGRAD with the theorem's γ for all the steps, and its bounds."""
-    distance = torch.linalg.vector_norm(problem.best).item()
-    bound = problem.a.abs().max().item()
-    sizes = (distance, bound, DIMENSION)
+    """The bounds on TheoreticalMADGRAD by step, and its mean gap, with the theorem's γ."""
+    distance = torch.linalg.vector_norm(problem.minimiser).item()
+    grad_bound = problem.a.abs().max().item()
+    sizes = (distance, grad_bound, DIMENSION)
     lr = theory.optimal_lr(size.steps, *sizes)
     param = nn.Parameter(torch.zeros(size.seeds, DIMENSION, dtype=torch.float64))
-    optimizer = family.TheoreticalMADGRAD([param], lr=lr, grad_bound=bound)
+    optimizer = family.TheoreticalMADGRAD([param], lr=lr, grad_bound=grad_bound)
     generator = torch.Generator().manual_seed(2)
     rows = []
     for k in range(size.steps + 1):
         x = param.detach().clone()
         param.grad = problem.gradient(x, torch.randint(ROWS, (size.seeds,), generator=generator))
         optimizer.step()
-        seen = (k, lr, problem.best, optimizer.state[param]["grad_sq_sum"], bound)
+        run = (k, lr, problem.minimiser, optimizer.state[param]["grad_sq_sum"], grad_bound)
         rows.append(
             [
                 theory.anytime_bound(k, lr, *sizes),
-                theory.adaptive_bound(*seen).mean().item(),
-                theory.sharp_adaptive_bound(*seen).mean().item(),
+                theory.adaptive_bound(*run).mean().item(),
+                theory.sharp_adaptive_bound(*run).mean().item(),
                 problem.gap(x).mean().item(),
             ]
         )
     names = ("any γ, any k", "adaptive bound", "the same, sharp", r"$f(x_k) - f(x_*)$, mean")
     lines = dict(zip(names, np.array(rows).T, strict=True))
-    ends = [theory.convergence_bound(k, *sizes) for k in range(1, size.steps + 1)]
+    by_theorem = [theory.convergence_bound(k, *sizes) for k in range(1, size.steps + 1)]
     return {
-        r"theorem: $6\,\Vert x_0 - x_*\Vert\, G \sqrt{D/k}$": np.array([math.inf, *ends]),
+        r"theorem: $6\,\Vert x_0 - x_*\Vert\, G \sqrt{D/k}$": np.array([math.inf, *by_theorem]),
         **lines,
     }
 
@@ -156,17 +166,17 @@ def style(name: str) -> dict[str, object]:
 
 
 def label(ax: Axes, x: float, y: float, text: str) -> None:
-    """For lines that lie on each other, and so cannot be told apart by colour."""
+    """Name lines that lie on top of each other, which colours cannot tell apart."""
     ax.text(x, y, text, transform=ax.transAxes, color="0.3", fontsize=8.5)
 
 
 def draw_unit_gradients(effective: Axes, distance: Axes, steps: int) -> None:
     drop = steps // 2
     for name, (method, *_) in METHODS.items():
-        shares, _ = unit_gradient(method, [0.1] * steps)
-        effective.plot(range(1, steps + 1), np.array(shares) / shares[0], **style(name))
-        _, away = unit_gradient(method, [0.1 if k < drop else 0.01 for k in range(steps)])
-        distance.plot(range(1, steps + 1), np.array(away) / away[drop - 1], **style(name))
+        step_sizes, _ = unit_gradients(method, [0.1] * steps)
+        effective.plot(range(1, steps + 1), step_sizes / step_sizes[0], **style(name))
+        _, distances = unit_gradients(method, [0.1 if k < drop else 0.01 for k in range(steps)])
+        distance.plot(range(1, steps + 1), distances / distances[drop - 1], **style(name))
     effective.set(
         xscale="log",
         yscale="log",
@@ -202,9 +212,9 @@ def draw_regression(ax: Axes, problem: Regression, size: Size) -> None:
         ("InlineAveragedSGD", family.InlineAveragedSGD, {}),
     ]
     for name, method, options in runs:
-        rate, gaps = curves(problem, method, size, **options)
+        lr, gaps = best_run(problem, method, size, **options)
         error = 2 * gaps[-1].std(ddof=1) / math.sqrt(size.seeds)
-        print(f"{name:<24}{f'2^{math.log2(rate):.0f}':>12}   {gaps[-1].mean():.5f} ± {error:.5f}")
+        print(f"{name:<24}{f'2^{math.log2(lr):.0f}':>12}   {gaps[-1].mean():.5f} ± {error:.5f}")
         if name in METHODS:
             ax.plot(range(1, size.steps + 1), gaps.mean(-1), **style(name))
     ax.set(
@@ -214,10 +224,10 @@ def draw_regression(ax: Axes, problem: Regression, size: Size) -> None:
 
 
 def draw_theorem(ax: Axes, problem: Regression, size: Size) -> None:
-    looks = [("0.6", "-"), ("0.6", "--"), ("#56B4E9", "-"), ("#0072B2", "-"), ("#D55E00", "-")]
-    for (name, line), (colour, dash) in zip(theorem(problem, size).items(), looks, strict=True):
-        wide = 2.6 if name.endswith("mean") else 1.4
-        ax.plot(range(len(line)), line, color=colour, linestyle=dash, linewidth=wide, label=name)
+    styles = [("0.6", "-"), ("0.6", "--"), ("#56B4E9", "-"), ("#0072B2", "-"), ("#D55E00", "-")]
+    for (name, line), (colour, dash) in zip(theorem(problem, size).items(), styles, strict=True):
+        width = 2.6 if name.endswith("mean") else 1.4
+        ax.plot(range(len(line)), line, color=colour, linestyle=dash, linewidth=width, label=name)
     ax.set(xscale="log", yscale="log", xlabel="step k", xlim=(1, size.steps))
     ax.set_ylim(top=1e5)
     ax.set_title(f"TheoreticalMADGRAD with γ for k = {size.steps}", loc="left")
@@ -244,7 +254,7 @@ def draw(size: Size) -> Figure:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the figure to write")
-    parser.add_argument("--quick", action="store_true", help="toy sizes")
+    parser.add_argument("--quick", action="store_true", help="few steps and seeds")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     plt.rcParams.update(STYLE)

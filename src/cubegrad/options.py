@@ -1,7 +1,6 @@
 """Hyper-parameters: checked once, with every error message about them."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
@@ -38,10 +37,11 @@ def name_of(group: dict[str, Any], index: int) -> str:
 
 def number(name: str, value: Any) -> float:
     """The option's value on the host; a tensor's without its history."""
-    return _one_number(name, value, REMEDY[name])
+    return one_number(name, value, REMEDY[name])
 
 
-def _one_number(name: str, value: Any, remedy: str) -> float:
+def one_number(name: str, value: Any, remedy: str) -> float:
+    """The value as a float; the message that refuses it ends with `remedy`."""
     try:
         if isinstance(value, str):  # float() would parse it
             raise TypeError
@@ -160,49 +160,3 @@ def decay(options: dict[str, Any], lr: Any, factor: Any) -> tuple[float, Any]:
     if not is_decoupled(options):
         return options["weight_decay"], None
     return 0.0, shrink(options, factor if options["decoupled_lr"] else lr)
-
-
-class Limit(NamedTuple):
-    holds: Callable[[float], bool]
-    text: str
-    remedy: str
-
-
-def _not_negative(value: float) -> bool:
-    return 0 <= value < math.inf
-
-
-# What `cubegrad.family` takes. The names are the paper's where it has one.
-FAMILY = {
-    "lr": Limit(_not_negative, "finite and >= 0", "each method has its own scale: sweep it"),
-    "power": Limit(_not_negative, "finite and >= 0", "use 0.5, the paper's"),
-    "momentum": Limit(
-        lambda v: 0 <= v < 1, "in [0, 1)", "use 0.9, or averaging='none' for no momentum"
-    ),
-    "r": Limit(lambda v: 0 <= v <= 1, "in [0, 1]", "use the power of the weights, 0.5"),
-    "j": Limit(_not_negative, "finite and >= 0", "use 1, which with r=0.5 is (3/2)/(k+3/2)"),
-    "weight_decay": Limit(_not_negative, "finite and >= 0", "use 0"),
-    "eps": Limit(_not_negative, "finite and >= 0", "use 1e-6, or 0 for none"),
-}
-
-
-def check_family(options: dict[str, Any], choices: dict[str, tuple[str, ...]]) -> None:
-    """Refuse a group's options of `cubegrad.family`; `choices` are the names each choice knows."""
-    for name, known in choices.items():
-        if options[name] not in known:
-            listed = ", ".join(map(repr, known))
-            raise ValueError(f"{name}={options[name]!r} must be one of {listed}; pick one of them")
-    for name, limit in FAMILY.items():
-        value = _one_number(name, options[name], limit.remedy)
-        if not limit.holds(value):
-            raise ValueError(f"{name}={value} must be {limit.text}; {limit.remedy}")
-    if options["weights"] == "one" and float(options["lr"]) != 1:
-        raise ValueError(
-            f"lr={float(options['lr'])} must be 1 with weights='one', which have no step size; "
-            "use weights='lr'"
-        )
-    if options["denominator"] == "theory" and options["grad_bound"] is None:
-        raise ValueError(
-            "grad_bound=None must be a number or one per coordinate with denominator='theory': "
-            "pass the largest absolute value a coordinate of a gradient can take"
-        )

@@ -1,4 +1,4 @@
-"""What the methods of the derivation refuse, with the remedy, before anything changes."""
+"""Bad options, parameters and state dicts are refused before anything changes."""
 
 import copy
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from cases import no_change
-from test_habits import train, two
+from family_runs import train, two_params
 from torch import nn
 
 from cubegrad import family
@@ -43,7 +43,7 @@ def test_bad_options_are_refused_with_the_remedy(options, message):
         family.DualAveraging([nn.Parameter(torch.ones(3))], **options)
 
 
-def test_a_bad_group_is_not_added_and_a_bad_rate_moves_nothing():
+def test_a_bad_group_is_not_added_and_a_bad_option_moves_nothing():
     param = nn.Parameter(torch.ones(3))
     optimizer = family.DA([param])
     with pytest.raises(ValueError, match="lr=-1"):
@@ -70,19 +70,11 @@ def test_complex_and_sparse_are_refused_before_anything_changes():
     assert not optimizer.state
 
 
-def changed(change):
-    params = two()
-    optimizer = family.MADGRAD(params)
-    train(optimizer, params, 1)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    change(state_dict)
-    return state_dict
-
-
-REFUSED = {
+# name: (how a good state dict is damaged, the message)
+DAMAGED = {
     "another method": (
         lambda d: d["param_groups"][0].update(denominator="sqrt_step"),
-        "denominator='sqrt_step', the optimizer 'cube_root'; build it with",
+        "denominator='sqrt_step', the optimizer 'cube_root'; build the optimizer with",
     ),
     "fewer parameters": (
         lambda d: d["param_groups"][0].update(params=[0]),
@@ -97,21 +89,24 @@ REFUSED = {
         lambda d: d["state"][0].update(grad_sum=torch.ones(5)),
         r"grad_sum of parameter 0 is .* of shape \(5,\), its parameter .*\(4, 3\)",
     ),
-    "no tensor": (
+    "a buffer that is no tensor": (
         lambda d: d["state"][0].update(centre=[1.0]),
         "centre of parameter 0 is of type list",
     ),
     "no state": (lambda d: d.pop("state"), r"has no dict 'state' but \['param_groups'\]"),
-    "nobody's state": (lambda d: d["state"].update({7: {}}), "has state for 7, which is none of"),
-    "no dict": (
+    "state of no parameter": (
+        lambda d: d["state"].update({7: {}}),
+        "has state for 7, which is none of",
+    ),
+    "state that is no dict": (
         lambda d: d["state"].update({1: 3}),
         "state of parameter 1 is of type int, not a dict",
     ),
-    "no group": (
+    "a group that is no dict": (
         lambda d: d.update(param_groups=[3]),
         "param group 0 .* is of type int, not a dict",
     ),
-    "one key for two": (
+    "one key for two parameters": (
         lambda d: d["param_groups"][0].update(params=[0, 0]),
         "the state dict lists 0 for two parameters",
     ),
@@ -138,16 +133,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_state_dict_that_does_not_fit_changes_nothing(name):
-    change, message = REFUSED[name]
-    params = two()
-    optimizer = family.MADGRAD(params, lr=0.5)
+@pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_state_dict_that_does_not_fit_changes_nothing(damage, message):
+    params, twins = two_params(), two_params()
+    optimizer, saved = family.MADGRAD(params, lr=0.5), family.MADGRAD(twins)
     train(optimizer, params, 2)
+    train(saved, twins, 1)
     before = copy.deepcopy(optimizer.state_dict())
+    damaged = copy.deepcopy(saved.state_dict())
+    damage(damaged)
     with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(changed(change))
+        optimizer.load_state_dict(damaged)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    for key, values in before["state"].items():
-        assert all(torch.equal(values[name], after["state"][key][name]) for name in values)
+    for key, entries in before["state"].items():
+        assert all(torch.equal(entries[name], after["state"][key][name]) for name in entries)

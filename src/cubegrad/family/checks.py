@@ -1,120 +1,170 @@
-"""What `cubegrad.family` refuses, and a state dict checked before anything changes."""
+"""What `cubegrad.family` refuses, always before anything changes."""
 
+import math
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cubegrad import options
-from cubegrad.state import state_dicts
+from cubegrad.options import name_of, one_number
+from cubegrad.state import layout, state_dicts
 
 Group = dict[str, Any]
+ChoiceNames = dict[str, tuple[str, ...]]  # option -> the names it accepts
 
 BUFFERS = ("grad_sum", "grad_sq_sum", "centre")  # shaped as the parameter
 SCALARS = ("step", "weight_sum")
+GRAD_BOUND_REMEDY = "pass the largest absolute value a coordinate of a gradient can take"
 
 
-def state_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
+class Limit(NamedTuple):
+    holds: Callable[[float], bool]
+    text: str
+    remedy: str
 
 
-def check_params(group: Group) -> None:
+def _not_negative(remedy: str) -> Limit:
+    return Limit(lambda value: 0 <= value < math.inf, "finite and >= 0", remedy)
+
+
+LIMITS = {
+    "lr": _not_negative("each method has its own scale: sweep it"),
+    "power": _not_negative("use 0.5, the paper's"),
+    "momentum": Limit(
+        lambda value: 0 <= value < 1, "in [0, 1)", "use 0.9, or averaging='none' for no momentum"
+    ),
+    "r": Limit(lambda value: 0 <= value <= 1, "in [0, 1]", "use the power of the weights, 0.5"),
+    "j": _not_negative("use 1, which with r=0.5 is (3/2)/(k+3/2)"),
+    "weight_decay": _not_negative("use 0"),
+    "eps": _not_negative("use 1e-6, or 0 for none"),
+}
+
+
+def check_options(options: Group, choices: ChoiceNames) -> None:
+    """Refuse a group's options, or the defaults of all groups."""
+    for name, known in choices.items():
+        if options[name] not in known:
+            listed = ", ".join(map(repr, known))
+            raise ValueError(f"{name}={options[name]!r} must be one of {listed}; pick one of them")
+    for name, limit in LIMITS.items():
+        value = one_number(name, options[name], limit.remedy)
+        if not limit.holds(value):
+            raise ValueError(f"{name}={value} must be {limit.text}; {limit.remedy}")
+    if options["weights"] == "one" and float(options["lr"]) != 1:
+        raise ValueError(
+            f"lr={float(options['lr'])} must be 1 with weights='one', which have no step size; "
+            "use weights='lr'"
+        )
+    if options["denominator"] == "theory" and options["grad_bound"] is None:
+        raise ValueError(
+            "grad_bound=None must be a number or one per coordinate with denominator='theory'; "
+            + GRAD_BOUND_REMEDY
+        )
+
+
+def check_group(group: Group, choices: ChoiceNames) -> None:
+    """Refuse a group's options, its parameters, or a grad_bound that does not fit them."""
+    check_options(group, choices)
     for index, param in enumerate(group["params"]):
-        name = options.name_of(group, index)
+        name = name_of(group, index)
         if not param.is_floating_point():
             raise TypeError(
                 f"{name} has dtype {param.dtype}; parameters must be real and floating point: for "
                 "complex ones use cubegrad.MADGRAD"
             )
         if group["grad_bound"] is not None:
-            _check_bound(name, group["grad_bound"], param)
+            _check_grad_bound(group["grad_bound"], name, param)
 
 
-def _check_bound(name: str, value: Any, param: Tensor) -> None:
+def _check_grad_bound(value: Any, name: str, param: Tensor) -> None:
     try:
         bound = torch.as_tensor(value)
+        if bound.is_complex() or bound.layout != torch.strided or bound.is_meta:
+            raise TypeError
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(_wrong_bound(value)) from error
-    if bound.is_complex() or bound.layout != torch.strided or bound.is_meta:
-        raise TypeError(_wrong_bound(value))
+        raise TypeError(
+            f"grad_bound={value!r} must be a real number or a dense tensor of one per coordinate; "
+            + GRAD_BOUND_REMEDY
+        ) from error
     if not bool(((bound >= 0) & bound.isfinite()).all()):
         raise ValueError(
-            f"grad_bound={bound.tolist()} must be finite and >= 0; use the largest absolute value "
-            "a coordinate of a gradient can take"
+            f"grad_bound={bound.tolist()} must be finite and >= 0; {GRAD_BOUND_REMEDY}"
         )
     if bound.dim() and bound.shape != param.shape:
         raise ValueError(
             f"grad_bound has shape {tuple(bound.shape)}, {name} has {tuple(param.shape)}; pass one "
-            "number, or one per coordinate and each parameter in a group of its own"
+            "number, or one per coordinate with each parameter in its own group"
         )
 
 
-def _wrong_bound(value: Any) -> str:
-    return (
-        f"grad_bound={value!r} must be a real number or a dense tensor of one per coordinate; use "
-        "the largest absolute value a coordinate of a gradient can take"
-    )
-
-
-def refuse_sparse(group: Group) -> None:
+def check_dense(group: Group) -> None:
+    """Refuse sparse gradients."""
     for index, param in enumerate(group["params"]):
         if param.grad is not None and param.grad.layout != torch.strided:
             raise RuntimeError(
-                f"{options.name_of(group, index)} has a gradient of layout {param.grad.layout}; it "
-                "must be dense: use cubegrad.MADGRAD with momentum=0, or grad.to_dense()"
+                f"{name_of(group, index)} has a gradient of layout {param.grad.layout}; it must be "
+                "dense: use cubegrad.MADGRAD with momentum=0, or grad.to_dense()"
             )
 
 
-def loaded(
-    groups: list[Group], state_dict: dict[str, Any], choices: dict[str, tuple[str, ...]]
+def checked_copies(
+    groups: list[Group], state_dict: dict[str, Any], choices: ChoiceNames
 ) -> tuple[dict[Any, Any], list[Group]]:
-    """Copies of the saved state and groups, which must be of the same sizes and methods."""
-    saved, saved_state = state_dicts.parts(state_dict)
-    owner = state_dicts.owners(groups, saved)
-    new_groups = [_group(group, old, choices) for group, old in zip(groups, saved, strict=True)]
-    state: dict[Any, Any] = dict(state_dicts.shared(saved_state, owner, "grad_sq_sum"))
+    """Copies of the state and groups in `state_dict`, if they fit the optimizer's `groups`."""
+    saved_groups, saved_state = state_dicts.parts(state_dict)
+    owners = state_dicts.owners(groups, saved_groups)
+    new_groups = [
+        _copied_group(group, saved, choices)
+        for group, saved in zip(groups, saved_groups, strict=True)
+    ]
+    state: dict[Any, Any] = dict(state_dicts.shared(saved_state, owners, "grad_sq_sum"))
     checks = state_dicts.Checks()
-    for key, values in saved_state.items():
-        if key in owner:
-            param, _ = owner[key]
-            state[param] = _state(key, param, values, checks)
+    for key, entries in saved_state.items():
+        if key in owners:
+            param, _ = owners[key]
+            state[param] = _copied_state(key, param, entries, checks)
     checks.run()
     return state, new_groups
 
 
-def _group(group: Group, old: Group, choices: dict[str, tuple[str, ...]]) -> Group:
+def _copied_group(group: Group, saved: Group, choices: ChoiceNames) -> Group:
     for name in choices:
-        if old.get(name) != group[name]:
+        if saved.get(name) != group[name]:
             raise ValueError(
-                f"the state dict has {name}={old.get(name)!r}, the optimizer {group[name]!r}; "
-                "build it with the choices it was saved with"
+                f"the state dict has {name}={saved.get(name)!r}, the optimizer {group[name]!r}; "
+                "build the optimizer with the choices it was saved with"
             )
-    new = group | deepcopy(old) | {"params": group["params"]}
-    options.check_family(new, choices)
-    check_params(new)
+    new = group | deepcopy(saved) | {"params": group["params"]}
+    check_group(new, choices)
     return new
 
 
-def _state(key: Any, param: Tensor, values: Any, checks: state_dicts.Checks) -> dict[str, Any]:
-    values = state_dicts.entries(key, values)
-    expected = {*SCALARS, *BUFFERS}
-    others = {name: value for name, value in values.items() if name not in expected}
-    state = {name: state_dicts.carried(value, param) for name, value in others.items()}
-    if not expected & values.keys():
+def _copied_state(
+    key: Any, param: Tensor, entries: Any, checks: state_dicts.Checks
+) -> dict[str, Any]:
+    entries = state_dicts.entries(key, entries)
+    ours = {*SCALARS, *BUFFERS}
+    state = {
+        name: state_dicts.carried(value, param)
+        for name, value in entries.items()
+        if name not in ours
+    }
+    if not ours & entries.keys():
         return state
-    if not expected <= values.keys():
+    if not ours <= entries.keys():
         raise ValueError(
-            f"the state of parameter {key!r} is {sorted(map(str, values))}, it must have "
-            f"{sorted(expected)}; load what state_dict() of the same class returned"
+            f"the state of parameter {key!r} is {sorted(map(str, entries))}, it must have "
+            f"{sorted(ours)}; load what state_dict() of the same class returned"
         )
-    what = {name: f"{name} of parameter {key!r}" for name in expected}
-    step = checks.count(what["step"], values["step"])
-    total = state_dicts.number(what["weight_sum"], values["weight_sum"], torch.float64)
-    checks.add(total, what["weight_sum"], lambda v: not v < 0, ">= 0, as a sum of weights is")
-    state |= {"step": step.to("cpu", copy=True), "weight_sum": total.to("cpu", copy=True)}
+    label = {name: f"{name} of parameter {key!r}" for name in ours}
+    step = checks.count(label["step"], entries["step"])
+    weight_sum = state_dicts.number(label["weight_sum"], entries["weight_sum"], torch.float64)
+    checks.add(weight_sum, label["weight_sum"], lambda v: not v < 0, ">= 0, as a sum of weights is")
+    state |= {"step": step.to("cpu", copy=True), "weight_sum": weight_sum.to("cpu", copy=True)}
     for name in BUFFERS:
-        value = state_dicts.buffer(what[name], values[name], param)
-        state[name] = value.to(param.device, state_dtype(param), copy=True)
-    checks.sum_of_squares(what["grad_sq_sum"], state["grad_sq_sum"])
+        value = state_dicts.buffer(label[name], entries[name], param)
+        state[name] = value.to(param.device, layout.state_dtype(param), copy=True)
+    checks.sum_of_squares(label["grad_sq_sum"], state["grad_sq_sum"])
     return state
