@@ -336,7 +336,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
     runs = Runs(options.out)
     if not options.table:
-        with runs.held():
+        with runs.locked():
             runs.repair()
             for name in options.problems.split(","):
                 for decay in map(float, options.decays.split(",")):
