@@ -89,7 +89,7 @@ def iwslt14_update(preset: Preset, device: torch.device) -> tuple[Update, int]:
     count = preset.batch // SENTENCE
     source, target = (torch.randint(4, types, (count, SENTENCE), device=device) for types in TYPES)
     batch = Batch(source, torch.full((count,), SENTENCE), target)
-    step = iwslt14.stepping(model)
+    step = iwslt14.make_step(model)
     optimizer = MADGRAD(model.parameters(), lr=1e-6)
     return lambda: step(optimizer, batch), preset.epochs * preset.options["steps"]
 
@@ -100,7 +100,7 @@ def bookwiki_update(preset: Preset, device: torch.device) -> tuple[Update, int]:
     shape = preset.batch, options["length"]
     rows = torch.randint(5, options["vocabulary"], shape, device=device)
     update = masked(rows, options["vocabulary"], torch.Generator(device).manual_seed(0))
-    step = bookwiki.stepping(model, options["at_once"], options["clip"])
+    step = bookwiki.make_step(model, options["at_once"], options["clip"])
     optimizer = MADGRAD(model.parameters(), lr=1e-6)
     return lambda: step(optimizer, update), preset.epochs * options["updates"]
 

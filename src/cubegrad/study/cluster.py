@@ -246,7 +246,7 @@ def _delayed_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for n, handler in before.items():
+            signal.signal(n, handler)
     for number in received[:1]:
         signal.raise_signal(number)

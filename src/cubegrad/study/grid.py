@@ -50,7 +50,7 @@ def parse_grid(text: str) -> Grid:
         return Grid((1.0,), 2)
     mantissas = tuple(_number(part, "grid") for part in text.split(","))
     if sorted(set(mantissas)) != list(mantissas) or mantissas[0] < 1 or mantissas[-1] >= 10:
-        raise StudyError(f"grid {text!r} must ascend within [1, 10); use 1,2.5,5 or powers-of-2")
+        raise StudyError(f"grid {text!r} must rise within [1, 10); use 1,2.5,5 or powers-of-2")
     return Grid(mantissas)
 
 

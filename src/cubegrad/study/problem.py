@@ -50,7 +50,7 @@ def check_name(name: object, what: str) -> None:
         or not 0 < len(name.encode()) <= 100
     ):
         raise StudyError(
-            f"the name {name!r} of a {what} must be a file name of 1 to 100 characters, "
+            f"the name {name!r} of a {what} must be 1 to 100 characters valid in a file name, "
             'not starting with "."; use letters, digits, "-" and "_"'
         )
 

@@ -174,7 +174,7 @@ def notes(experiment: Experiment) -> list[str]:
     ]
     if figures.estimated(experiment.summaries):
         lines.append(
-            "An lr of auto is estimated during training instead of searched; the value beside it "
+            "An lr of auto is estimated while training instead of searched; the value beside it "
             "is the mean estimate after the last epoch, before the schedule."
         )
     if any(summary.at_edge for summary in experiment.summaries):
