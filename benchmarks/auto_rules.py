@@ -1,7 +1,7 @@
 """Rules that choose MADGRAD's learning rate while it trains, as one optimizer with options.
 
 Every candidate has lr = d^{3/2}/√H, times the schedule's factor f. They differ in how the distance
-d is estimated, in what stands for the size H of the gradients, and in where d starts.
+d and the size H of the gradients are estimated, and in where d starts.
 """
 
 import math

@@ -19,7 +19,7 @@ STYLES: dict[str, dict[str, Any]] = {
     FIXED: {"color": "#7f8c9b", "marker": "o", "label": "a fixed lr"},
     AUTO: {"color": "#c7402d", "marker": "D", "label": 'lr="auto", at its last estimate'},
 }
-BEYOND = 20.0  # runs further from the best than this many times the better half are left out
+BEYOND = 20.0  # runs further from the best than 20 times the better half are left out
 
 
 def panels(lines: Iterable[str]) -> dict[tuple[str, float], list[dict[str, Any]]]:
@@ -75,14 +75,14 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args(words)
-    found = panels(options.records.read_text().splitlines())
-    columns = min(3, len(found))
-    rows = -(-len(found) // columns)
+    groups = panels(options.records.read_text().splitlines())
+    columns = min(3, len(groups))
+    rows = -(-len(groups) // columns)
     size = (4.3 * columns, 3.4 * rows + 0.5)
     figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axes in grid.flat[len(found) :]:
+    for axes in grid.flat[len(groups) :]:
         axes.set_axis_off()
-    for axes, (key, runs) in zip(grid.flat, found.items(), strict=False):
+    for axes, (key, runs) in zip(grid.flat, groups.items(), strict=False):
         draw(axes, key, runs)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)

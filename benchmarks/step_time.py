@@ -158,7 +158,7 @@ def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
 def repeated(contestants: list[Ready], rig: Rig) -> list[list[float]]:
     """Seconds of each one's steps, in alternation.
 
-    As many as fit into the budget, or twice the budget if 20 need it.
+    As many as fit into the budget, which is doubled until there are 20.
     """
     times: list[list[float]] = [[] for _ in contestants]
     start = time.perf_counter()

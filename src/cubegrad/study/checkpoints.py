@@ -47,9 +47,9 @@ def load(path: Path) -> dict[str, Any] | None:
         state = torch.load(path, weights_only=True)
     except Exception as error:
         if has_checksum and isinstance(error, pickle.UnpicklingError):
-            found = re.search(r"GLOBAL (\S+)", str(error))
+            match = re.search(r"GLOBAL (\S+)", str(error))
             raise StudyError(
-                f"{path} has {found[1] if found else 'an object'} in it; delete it, and let "
+                f"{path} has {match[1] if match else 'an object'} in it; delete it, and let "
                 "Task.keeps hold tensors, numbers, text, lists and dicts only"
             ) from None
         if has_checksum:

@@ -1,4 +1,4 @@
-"""One JSON line a run, in RUNS_DIR/records.jsonl: settings, curve, versions, commit, machine kind.
+"""One JSON line per run in RUNS_DIR/records.jsonl: settings, curve, versions, commit, machine.
 
 A line is written in one piece, synced, and carries a checksum. Reading the file detects torn or
 altered lines; they are reported and set aside, and their runs are repeated.

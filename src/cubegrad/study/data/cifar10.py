@@ -107,16 +107,16 @@ def cifar10(
     data: Path, download: bool = False, sources: tuple[Source, ...] = CIFAR10
 ) -> tuple[Images, Images]:
     """CIFAR-10's training and test sets, from the first of its forms found in `data`."""
-    found = find(data, sources)
-    if found is None and download:
-        found = fetch(sources[0], data), sources[0]
-    if found is None:
+    location = find(data, sources)
+    if location is None and download:
+        location = fetch(sources[0], data), sources[0]
+    if location is None:
         raise StudyError(
             f"CIFAR-10 is not in {data}: allow the download (--download), or put there "
             + " or ".join(f"{source.archive} (from {source.url})" for source in sources)
             + " or a folder unpacked from it"
         )
-    *train, test = read(*found)
+    *train, test = read(*location)
     return Images(*(torch.cat(part) for part in zip(*train, strict=True))), test
 
 

@@ -21,8 +21,8 @@ Files = list[list[str]]  # by class, sorted paths relative to the part's folder
 class Listing:
     """The images of one part.
 
-    Names are one array of bytes: forked workers would gradually copy 1.3 million Python strings,
-    as reference counting writes to their pages.
+    Names are one array of bytes: every worker gets a copy, and 1.3 million Python strings would be
+    larger and slower to send.
     """
 
     folder: Path
@@ -132,17 +132,17 @@ def _compare(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
 
 def _images(folder: Path, name: str) -> list[str]:
     """A class's images, including those in subfolders."""
-    found = []
+    images = []
     for place, folders, files in os.walk(folder / name, onerror=_raise):
         folders[:] = [below for below in folders if not below.startswith(".")]
         below = os.path.relpath(place, folder)
-        found += [os.path.join(below, file) for file in files if _is_image(file)]  # noqa: PTH118
-    if not found:
+        images += [os.path.join(below, file) for file in files if _is_image(file)]  # noqa: PTH118
+    if not images:
         raise StudyError(
             f"{folder / name} has no images ({', '.join(SUFFIXES)}); "
             "put some there, or delete the folder"
         )
-    return sorted(found)
+    return sorted(images)
 
 
 def _raise(error: OSError) -> None:

@@ -88,7 +88,7 @@ def lines(path: Path) -> list[str]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise StudyError(f"{path} is missing: put it beside the others") from None
+        raise StudyError(f"{path} is missing: put it there beside the others") from None
     except UnicodeDecodeError as error:
         raise StudyError(
             f"{path} is not UTF-8 at byte {error.start}: convert it, or download it again"

@@ -50,8 +50,8 @@ def measured(
 ) -> Tensor:
     """Columns at frequencies offset, offset ± acceleration, …, and the central ones: [width].
 
-    With acceleration 4 and offset 1, a frequency and its negative are never both measured. An
-    image with little phase has nearly symmetric k-space, so half of it is then known.
+    With acceleration 4 and offset 1, a frequency and its negative are never both on the lattice.
+    An image with little phase has nearly symmetric k-space, so half of it is then known.
     """
     frequency = torch.arange(width, device=device) - width // 2
     return (frequency % acceleration == offset) | central(width, low, device)

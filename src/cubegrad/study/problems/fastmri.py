@@ -136,7 +136,7 @@ def scans(folder: Path, hold_out: bool, device: torch.device) -> dict[str, Sourc
 def simulated(
     folder: Path, hold_out: bool, device: torch.device, sizes: tuple[int, int, int, int]
 ) -> dict[str, Source]:
-    """Shrunk slices on the device; `sizes` are the most to train and test with, shrink, coils."""
+    """Shrunk slices on the device; `sizes`: most for training, most for the test, shrink, coils."""
     train, test, shrink, coils = sizes
     stored = mr_slices.load(folder)
     return {
