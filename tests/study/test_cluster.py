@@ -125,7 +125,7 @@ def test_a_death_costs_no_run(
     shared, node, over = what == "a worker", None, threading.Event()
     (data / "together").write_text("2" if shared else "3")
     if not shared:  # as on nodes that see a folder of this name, but not this one
-        monkeypatch.setattr(nodes, "marked", lambda _: contextlib.nullcontext("elsewhere"))
+        monkeypatch.setattr(nodes, "marker", lambda _: contextlib.nullcontext("elsewhere"))
     with contextlib.ExitStack() as stack:
         if not shared:
             words = f"--address={address} --node-ip-address=127.0.0.3 --num-cpus=1"
