@@ -1,9 +1,9 @@
-"""CIFAR-10 as a folder tree of PNG files, as the problem `imagenet` reads images.
+"""Write CIFAR-10 as a folder tree of PNG files, for the problem `imagenet`.
 
     PYTHONPATH=src python3 benchmarks/cifar10_as_folders.py --data DIR --out DIR/imagenet
     PYTHONPATH=src python3 benchmarks/cifar10_as_folders.py --data DIR --out small --per-class 60
 
-The 60,000 files come from as many processes as there are cores. PNG keeps every bit.
+Uses one process per core. PNG is lossless.
 """
 
 import argparse
@@ -32,9 +32,9 @@ CLASSES = (
     "ship",
     "truck",
 )
-AT_ONCE = 500  # images a process is handed
+AT_ONCE = 500  # images per job
 
-Job = tuple[Path, int, Any]  # a folder, the first image's number, the images
+Job = tuple[Path, int, Any]  # the folder, the number of the first image, the images
 
 
 def jobs(images: Images, out: Path, per_class: int | None) -> Iterator[Job]:
@@ -54,10 +54,10 @@ def write(job: Job) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path("data"), help="where CIFAR-10 lies")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="the folder of CIFAR-10")
     parser.add_argument("--out", type=Path, required=True, help="gets train/ and val/")
-    parser.add_argument("--per-class", type=int, metavar="N", help="images to train with; all")
-    parser.add_argument("--per-class-val", type=int, metavar="N", help="images to test with; all")
+    parser.add_argument("--per-class", type=int, metavar="N", help="training images (all)")
+    parser.add_argument("--per-class-val", type=int, metavar="N", help="test images (all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     if options.out.exists() and any(options.out.iterdir()):

@@ -1,11 +1,11 @@
 """How fast the study trains on CIFAR-10, and what share of the time the GPU is busy.
 
     PYTHONPATH=src python3 benchmarks/cifar10_busy.py --data DIR --json out.json
-    PYTHONPATH=src python3 benchmarks/cifar10_busy.py --synthetic      # random images: no data
+    PYTHONPATH=src python3 benchmarks/cifar10_busy.py --synthetic      # random images
 
 Trains as `cubegrad train cifar10` does, each epoch with its evaluation. The first epoch compiles
-and captures; the next ones are timed; the last is profiled. The GPU counts as busy while any of
-its kernels or copies runs. The profiler slows the host, so the share is, if anything, too low.
+and captures; the next ones are timed; the last is profiled. The GPU counts as busy while a kernel
+or copy runs. The profiler slows the host, so the share is, if anything, too low.
 """
 
 import argparse
@@ -34,17 +34,17 @@ SETTINGS = methods.PAPER["CIFAR10"].best
 class Speed:
     method: str
     compiled: bool
-    first_epoch_s: float  # compilation and capture in it
-    epoch_s: float  # median of the timed ones
+    first_epoch_s: float  # includes compilation and capture
+    epoch_s: float  # median of the timed epochs
     images_per_s: float
     busy_percent: float  # of the profiled epoch
     profiled_epoch_s: float
     peak_memory_gb: float
-    accuracy: float  # on the test set, at the end: whether it learned
+    accuracy: float  # on the test set at the end, to see that it learned
 
 
 def random_images(folder: Path, download: bool) -> tuple[Images, Images]:  # noqa: ARG001
-    """In place of `data.cifar10`; pixels and labels do not change how long a step takes."""
+    """Replaces `data.cifar10`: the time of a step does not depend on pixels and labels."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> Images:
@@ -64,8 +64,8 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def busy_seconds(profiler: profile, device: torch.device) -> float:
-    """While work of the device itself was under way."""
-    # The raw events: making Python objects of all of an epoch's kernels takes minutes.
+    """Seconds in which the device was working."""
+    # Raw events: converting all kernels of an epoch to Python objects takes minutes.
     events = profiler.profiler.kineto_results.events()
     kind = (
         torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
@@ -79,7 +79,7 @@ def busy_seconds(profiler: profile, device: torch.device) -> float:
 
 
 class Watch:
-    """`tick` of a run: notes when each epoch ended, and profiles the last."""
+    """`tick` of a run: records the time of each epoch, and profiles the last."""
 
     def __init__(self, epochs: int, device: torch.device) -> None:
         self.epochs, self.device = epochs, device
@@ -146,8 +146,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--synthetic", action="store_true", help="random images, no data set")
     parser.add_argument("--preset", choices=("cpu", "gpu", "paper"), default="gpu")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--epochs", type=int, default=3, help="that are timed")
-    parser.add_argument("--images", type=int, help="train and test with the first so many only")
+    parser.add_argument("--epochs", type=int, default=3, help="how many to time")
+    parser.add_argument("--images", type=int, help="train and test with only this many")
     parser.add_argument("--methods", nargs="+", choices=list(SETTINGS), default=["madgrad"])
     parser.add_argument("--compile", choices=("yes", "no", "both"), default="yes")
     parser.add_argument("--json", type=Path)

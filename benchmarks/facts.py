@@ -1,4 +1,4 @@
-"""Facts about this machine that a report carries, and how the report is kept."""
+"""Facts about this machine for a report, and how the report is saved."""
 
 import json
 import platform
@@ -24,4 +24,4 @@ def version(package: str) -> str:
 def write(report: dict[str, Any], path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(report, indent=1) + "\n")
-    partial.replace(path)  # a killed run leaves the last whole file
+    partial.replace(path)  # atomic: a killed run leaves the last complete file

@@ -1,9 +1,9 @@
-"""What the paper's problems cost at its own sizes, from the time of an update on this GPU.
+"""GPU hours of the paper's problems at full size, from the time of an update on this GPU.
 
     PYTHONPATH=src python3 benchmarks/paper_cost.py --json paper_cost.json
 
-Trains on random data of the real shapes with MADGRAD, as preset `paper` does. Evaluation is not in
-it, nor is reading data where that is slower than training.
+Trains on random data of the real shapes with MADGRAD, as preset `paper` does. Evaluation is not
+included, nor the wait for data that is read more slowly than the GPU trains.
 """
 
 import argparse
@@ -33,19 +33,19 @@ from cubegrad.study.problems import bookwiki, cifar10, fastmri, imagenet, iwslt1
 from cubegrad.study.records import machine
 
 Update = Callable[[], object]
-IMAGENET = 1_281_167  # images to train with
-KNEES = 34_742  # slices to train with, of fastMRI's multi-coil knees
+IMAGENET = 1_281_167  # training images
+KNEES = 34_742  # training slices of fastMRI's multi-coil knees
 KNEE = (15, 640, 368)  # coils, height, width: the most common shape
-SENTENCE = 24  # subwords of IWSLT14's sentences, about
-TYPES = (8848, 6632)  # German and English
+SENTENCE = 24  # about the mean number of subwords in a sentence of IWSLT14
+TYPES = (8848, 6632)  # vocabulary sizes, German and English
 
 
 @dataclass(frozen=True)
 class Cost:
     problem: str
-    updates: int  # a run
-    seconds: float  # an update, median
-    hours: float  # a run
+    updates: int  # per run
+    seconds: float  # per update, median
+    hours: float  # per run
     compared: int  # runs: four methods, the paper's seeds
     searched: int  # runs: the preset's first grids
 
@@ -89,7 +89,7 @@ def iwslt14_update(preset: Preset, device: torch.device) -> tuple[Update, int]:
     count = preset.batch // SENTENCE
     source, target = (torch.randint(4, types, (count, SENTENCE), device=device) for types in TYPES)
     batch = Batch(source, torch.full((count,), SENTENCE), target)
-    step = iwslt14.stepping(model)
+    step = iwslt14.make_step(model)
     optimizer = MADGRAD(model.parameters(), lr=1e-6)
     return lambda: step(optimizer, batch), preset.epochs * preset.options["steps"]
 
@@ -100,7 +100,7 @@ def bookwiki_update(preset: Preset, device: torch.device) -> tuple[Update, int]:
     shape = preset.batch, options["length"]
     rows = torch.randint(5, options["vocabulary"], shape, device=device)
     update = masked(rows, options["vocabulary"], torch.Generator(device).manual_seed(0))
-    step = bookwiki.stepping(model, options["at_once"], options["clip"])
+    step = bookwiki.make_step(model, options["at_once"], options["clip"])
     optimizer = MADGRAD(model.parameters(), lr=1e-6)
     return lambda: step(optimizer, update), preset.epochs * options["updates"]
 
@@ -115,7 +115,7 @@ UPDATES = {
 
 
 def timed(update: Update, budget: float) -> float:
-    """The median time of an update, the first two left out."""
+    """The median time of an update, without the first two."""
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < 5 or (time.perf_counter() - start < budget and len(times) < 100):
@@ -132,7 +132,7 @@ def cost(name: str, device: torch.device, budget: float) -> Cost:
     torch.manual_seed(0)
     update, updates = UPDATES[name](preset, device)
     seconds = timed(update, budget)
-    grid = 3 * len(preset.decays) * len(preset.methods)  # each range holds three values
+    grid = 3 * len(preset.decays) * len(preset.methods)  # each range has three values
     runs = len(preset.methods) * preset.seeds
     return Cost(name, updates, seconds, updates * seconds / 3600, runs, grid)
 
@@ -154,7 +154,7 @@ def table(costs: Sequence[Cost]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problems", nargs="+", choices=list(UPDATES), default=list(UPDATES))
-    parser.add_argument("--seconds", type=float, default=5.0, help="of timing a problem")
+    parser.add_argument("--seconds", type=float, default=5.0, help="to time each problem")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

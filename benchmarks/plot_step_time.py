@@ -1,9 +1,9 @@
-"""A figure of what `step_time.py` wrote.
+"""Plot the results of `step_time.py`.
 
     python3 benchmarks/plot_step_time.py out.json --out out.png
 
-Bars are percent of the floor, which is the speed of a copy. The last panel is the time of a step
-as one number of elements is cut into more and more tensors.
+Bars are percent of the floor, the speed of a copy. The last panel is the time of a step as the same
+number of elements is split into more and more tensors.
 """
 
 import argparse
@@ -84,11 +84,11 @@ def curves(ax: Axes, rows: list[Row]) -> None:
         points = [row for row in rows if row["optimizer"] == name]
         counts = [row["tensors"] for row in points]
         times = [row["median_ms"] for row in points]
-        spread = [
+        quartiles = [
             [abs(row["quartiles_ms"][end] - row["median_ms"]) for row in points] for end in (0, 1)
         ]
         colour, marker = COLOURS[kind(name)][0], "o" if kind(name)[0] else "s"
-        ax.errorbar(counts, times, spread, color=colour, marker=marker, capsize=2, label=name)
+        ax.errorbar(counts, times, quartiles, color=colour, marker=marker, capsize=2, label=name)
         ax.plot(counts, [row["floor_ms"] for row in points], "--", color=colour, linewidth=1.2)
     ax.plot([], [], "--", color="0.3", linewidth=1.2, label="the floor of each")
     ax.set(xscale="log", yscale="log", xlabel="tensors", ylabel="ms per step (quartiles)")
@@ -112,7 +112,7 @@ def draw(report: dict[str, Any]) -> Figure:
     growth = tables.pop("growth", None)
     cases = list(tables.values())
     lines = -(-(len(cases) + bool(growth)) // COLUMNS)
-    # A line of panels is as high as its longest table needs.
+    # A row of panels is as high as its longest table.
     heights = [max([9, *map(len, cases[COLUMNS * n :][:COLUMNS])]) + 4 for n in range(lines)]
     size = (5 * COLUMNS, ROW_INCHES * sum(heights) + 1)
     figure, axes = plt.subplots(

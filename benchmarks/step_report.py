@@ -1,4 +1,4 @@
-"""What was measured, what it means beside the floor, and how it is written down."""
+"""What was measured, how it compares with the floor, and the report of it."""
 
 import platform
 from collections import defaultdict
@@ -15,7 +15,7 @@ import cubegrad
 
 @dataclass
 class Row:
-    """What is known of one optimizer in one case; times are None where it did not run."""
+    """Results of one optimizer in one case; times are None if it did not run."""
 
     case: str
     optimizer: str
@@ -32,8 +32,8 @@ class Row:
     gb_per_s: float | None = None
     floor_ms: float | None = None
     percent_of_floor: float | None = None
-    adam_beside_ms: float | None = None  # fused Adam's, in turns with this row's own steps
-    other_beside_ms: float | None = None  # likewise of the other that a contender names
+    adam_beside_ms: float | None = None  # fused Adam's, measured in alternation with this row
+    other_beside_ms: float | None = None  # likewise, of the contender in `Contender.beside`
     speed_vs_adam_fused: float | None = None
 
 
@@ -45,7 +45,7 @@ class Report:
 
 
 def compare(report: Report) -> None:
-    """Fill in what a row's time means beside the copy and beside fused Adam."""
+    """Fill in how each row's time compares with a copy and with fused Adam."""
     bandwidth = max(report.bandwidth_gb_per_s.values())
     ran = [row for row in report.rows if row.median_ms]
     adam = {(r.case, r.tensors): r.median_ms for r in ran if r.optimizer == ADAM_FUSED}

@@ -1,13 +1,13 @@
-"""The time of one `opt.step()`, beside the least that the memory allows.
+"""The time of one `opt.step()`, compared with the minimum that the memory allows.
 
     PYTHONPATH=src python3 benchmarks/step_time.py --json out.json
 
-An optimizer step does little arithmetic, so its floor is the bytes it must move over the speed
-at which this machine copies: parameter, gradient and state are read once, and what changed is
-written once. Times are of the wall clock, from an idle device to an idle device, so the work of
-the host is in them. Before each step the gradients change and the caches are swept, as a
-backward pass would do. A row can pass 100 % of its floor a little, since a step reads more than
-it writes and a copy does as much of one as of the other.
+An optimizer step does little arithmetic, so its floor is the bytes it must move divided by the
+speed at which this machine copies: parameter, gradient and state are read once, and what changed
+is written once. Times are wall clock, from an idle device to an idle device, so they include the
+host's work. Before each step the gradients change and the caches are swept, as by a backward
+pass. A row can slightly exceed 100 % of its floor, since a step reads more than it writes and a
+copy does both equally.
 """
 
 import argparse
@@ -24,42 +24,20 @@ from typing import Any
 
 import torch
 from step_report import Report, Row, machine, markdown, save
+from timing import REPEATS, WARM_UP, Rig, bandwidth, release, synchronize, timed
 from torch import Tensor
 from torch.optim import Optimizer
 from workloads import ADAM_FUSED, GPU_ONLY, NAMES, Case, Contender, cases
 
-WARM_UP = 3
-REPEATS = 20
 # State that is read and not written; all other state counts twice.
 READ_ONLY = ("initial_param", "x0")
-# 512 MiB, where the largest last-level cache met so far has 260. It is read, since lines that were
-# written would be written back at the expense of the step.
+# 512 MiB: the largest last-level cache met so far has 260. Read, not written, as writing dirty
+# lines back would slow the step.
 SWEPT = 2**27
 
 
-@dataclass(frozen=True)
-class Rig:
-    """Where to time and for how long."""
-
-    device: torch.device
-    budget: float
-    small: bool
-    sweep: Tensor
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def settle(contenders: list[Contender]) -> None:
-    """Import what will be timed, and spare its objects from each later collection: 0.2 s."""
+    """Import what will be timed, and exempt its objects from later collections: 0.2 s each."""
     for module in {contender.module for contender in contenders}:
         with contextlib.suppress(Exception):  # the row will give the reason
             importlib.import_module(module)
@@ -67,41 +45,12 @@ def settle(contenders: list[Contender]) -> None:
     gc.freeze()
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def bandwidth(rig: Rig, when: str) -> dict[str, float]:
-    """GB/s of large transfers, bytes read plus bytes written.
-
-    A CPU reads the lines that a copy is about to overwrite, bytes that nobody asked for: with 2
-    threads a copy reached 18.8 GB/s where an in-place addition reached 31.7. So both are taken.
-    """
-    release(rig.device)
-    on_gpu = rig.device.type == "cuda"
-    elements = 2**20 if rig.small else 2**29 if on_gpu else 2**27
-    source = torch.randn(elements, device=rig.device)
-    target = torch.zeros_like(source)
-    transfers = {"copy": (2, lambda: target.copy_(source))}
-    if not on_gpu:
-        transfers["in-place add"] = (3, lambda: target.add_(source))
-    speeds = {}
-    for name, (passes, work) in transfers.items():
-        times = [timed(work, rig.device) for _ in range(WARM_UP + REPEATS)]
-        speeds[f"{name} at the {when}"] = passes * source.nbytes / median(times[WARM_UP:]) / 1e9
-    return speeds
-
-
 def random_tensors(case: Case, device: torch.device, scale: float) -> list[Tensor]:
     return [torch.randn(s, device=device).mul_(scale).to(case.dtype) for s in case.shapes]
 
 
 def bytes_per_parameter(opt: Optimizer, params: list[Tensor]) -> float:
-    """The fewest bytes that a step must move, from what the optimizer keeps."""
+    """The fewest bytes that a step must move, given the optimizer's state."""
     moved = 0
     for param in params:
         moved += 2 * param.nbytes + param.grad.nbytes
@@ -112,7 +61,7 @@ def bytes_per_parameter(opt: Optimizer, params: list[Tensor]) -> float:
 
 
 def peak_extra(work: Callable[[], Any], device: torch.device) -> float | None:
-    """MB of GPU memory that `work` needs at its worst above what was allocated before."""
+    """Peak MB of GPU memory that `work` needs above what was allocated before."""
     if device.type != "cuda":
         work()
         return None
@@ -125,7 +74,7 @@ def peak_extra(work: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def captured(opt: Optimizer, device: torch.device) -> tuple[Callable[[], None], float | None]:
-    """A step as a CUDA graph: its replay, and the memory the capture took."""
+    """A step as a CUDA graph: its replay, and the memory that the capture took."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -145,9 +94,9 @@ def captured(opt: Optimizer, device: torch.device) -> tuple[Callable[[], None], 
 def gradient_feed(
     case: Case, params: list[Tensor], device: torch.device, static: bool
 ) -> Callable[[int], None]:
-    """A function of the step's number that gives the parameters other gradients."""
+    """A function of the step's number that sets new gradients."""
     sets = [random_tensors(case, device, 1e-2) for _ in range(2)]
-    if static:  # a graph reads the addresses it was captured with, so these are refilled
+    if static:  # a graph reads the addresses it was captured with, so refill them
         for param in params:
             param.grad = torch.empty_like(param)
 
@@ -163,13 +112,13 @@ def gradient_feed(
 
 
 def check_it_steps(step: Callable[[], Any], params: list[Tensor]) -> None:
-    """A step that launches nothing, or writes NaN, must not win the table."""
+    """Raise if a step does nothing or writes NaN: it would win the table."""
     before = torch.stack([param.detach().flatten()[0] for param in params])
     step()
     after = torch.stack([param.detach().flatten()[0] for param in params])
     if not after.isfinite().all():
         raise RuntimeError("the step made parameters that are not finite")
-    # Not all: a bfloat16 parameter may round a small move away.
+    # Most, not all: rounding to bfloat16 may undo a small change.
     if (after != before).float().mean() < 0.5:
         raise RuntimeError("the step left most parameters where they were")
 
@@ -207,7 +156,10 @@ def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
 
 
 def repeated(contestants: list[Ready], rig: Rig) -> list[list[float]]:
-    """Seconds of each one's steps, in turns: all that the budget holds, and 20 if twice does."""
+    """Seconds of each one's steps, in alternation.
+
+    As many as fit into the budget, which is doubled until there are 20.
+    """
     times: list[list[float]] = [[] for _ in contestants]
     start = time.perf_counter()
     spent = 0.0
@@ -221,7 +173,7 @@ def repeated(contestants: list[Ready], rig: Rig) -> list[list[float]]:
 
 
 def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
-    """The measured fields of a Row. On a CPU, which others use too, Adam takes turns with it."""
+    """The measured fields of a Row. On a CPU, whose load varies, Adam is timed in alternation."""
     if contender.graph and rig.device.type != "cuda":
         raise RuntimeError("a CUDA graph needs a GPU")
     contestants = [ready(case, contender, rig.device)]
@@ -250,7 +202,7 @@ def time_row(case: Case, contender: Contender, rig: Rig) -> Row:
     try:
         release(rig.device)
         vars(row).update(measure(case, contender, rig))
-    except Exception as error:  # whatever a peer or a missing backend raises, the others go on
+    except Exception as error:  # of a peer or a missing backend: the other rows still count
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         row.unavailable = reason if len(reason) <= 90 else reason[:87] + "..."
     return row
@@ -258,9 +210,9 @@ def time_row(case: Case, contender: Contender, rig: Rig) -> Row:
 
 def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", nargs="+", choices=NAMES, help="all that fit the device")
-    parser.add_argument("--device", help="cuda where there is a GPU, else cpu")
-    parser.add_argument("--budget", type=float, help="seconds a row: 1 on a GPU, 3 on a CPU")
+    parser.add_argument("--case", nargs="+", choices=NAMES, help="default: all that fit the device")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
+    parser.add_argument("--budget", type=float, help="seconds per row: 1 on a GPU, 3 on a CPU")
     parser.add_argument("--json", type=Path, help="file to write after every row")
     parser.add_argument(
         "--optimizers", nargs="+", default=[""], help="only rows whose name has one of these"
@@ -269,10 +221,10 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = args.device.type == "cuda"
-    refused = () if on_gpu or args.small else GPU_ONLY
-    if set(refused) & set(args.case or ()):
-        parser.error(f"{' and '.join(refused)} need a GPU; with --small they run anywhere")
-    args.case = args.case or [name for name in NAMES if name not in refused]
+    too_large = () if on_gpu or args.small else GPU_ONLY
+    if set(too_large) & set(args.case or ()):
+        parser.error(f"{' and '.join(too_large)} need a GPU; with --small they run anywhere")
+    args.case = args.case or [name for name in NAMES if name not in too_large]
     if args.budget is None:
         args.budget = 1.0 if on_gpu else 3.0
     return args
@@ -298,12 +250,12 @@ def main(arguments: list[str] | None = None) -> None:
         row = time_row(case, contender, rig)
         report.rows.append(row)
         save(report, args.json)
-        said = row.unavailable or f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
+        result = row.unavailable or f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
         label = f"{row.case} ({row.tensors:,}) {row.optimizer}"
-        print(f"{label}: {said}", file=sys.stderr, flush=True)
+        print(f"{label}: {result}", file=sys.stderr, flush=True)
     try:
         report.bandwidth_gb_per_s |= bandwidth(rig, "end")
-    except RuntimeError as error:  # a GPU that a bad kernel broke still owes the table
+    except RuntimeError as error:  # print the table even if a bad kernel broke the GPU
         print(f"no bandwidth at the end: {error}", file=sys.stderr)
     save(report, args.json)
     print(markdown(report))

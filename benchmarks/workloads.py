@@ -23,7 +23,7 @@ class Contender:
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     graph: bool = False  # time the replay of a CUDA graph of one step
-    beside: str = ""  # another to take turns with on a CPU, whose times are recorded too
+    beside: str = ""  # on a CPU, the name of another to time in alternation
 
     def build(self, params: list[Tensor]) -> Optimizer:
         return getattr(importlib.import_module(self.module), self.kind)(params, **self.options)
@@ -86,7 +86,7 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One set of parameters and who steps it. Cases of one name share a table."""
+    """One set of parameters and its contenders. Cases of one name share a table."""
 
     name: str
     shapes: list[Shape]
@@ -103,7 +103,7 @@ GPU_ONLY = ("gpt2-large", "gpt2-large-bf16")  # 774M parameters: 19 GB with stat
 
 
 def cases(name: str, on_gpu: bool, small: bool) -> list[Case]:
-    """The cases of one name; `small` keeps their form at a thousandth or so of the size."""
+    """The cases of one name; `small` scales them down to about a thousandth."""
     without_eager = tuple(c for c in CONTENDERS if c is not CUBEGRAD_EAGER)
     if name == "one":
         elements = 2**16 if small else 2**29 if on_gpu else 2**26
@@ -111,10 +111,10 @@ def cases(name: str, on_gpu: bool, small: bool) -> list[Case]:
     if name in GPU_ONLY:
         shapes = gpt2(1, 64, 512, 32) if small else gpt2(36, 1280, 50257, 1024)
         dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
-        return [_counted(Case(name, shapes, dtype, without_eager), 774_030_080, small)]
+        return [_checked(Case(name, shapes, dtype, without_eager), 774_030_080, small)]
     if name == "resnet50":
         shapes = resnet50(2, 10) if small else resnet50(64, 1000)
-        return [_counted(Case(name, shapes), 25_557_032, small)]
+        return [_checked(Case(name, shapes), 25_557_032, small)]
     if name == "many":
         return [Case(name, [(1024,)] * (40 if small else 2000))]
     elements, least = (40_000, 1) if small else (16_000_000, 10)
@@ -123,7 +123,7 @@ def cases(name: str, on_gpu: bool, small: bool) -> list[Case]:
     return [Case(name, [(elements // n,)] * n, contenders=duel) for n in counts]
 
 
-def _counted(case: Case, published: int, small: bool) -> Case:
+def _checked(case: Case, published: int, small: bool) -> Case:
     if not small and case.parameters != published:
         raise ValueError(f"{case.name} has {case.parameters} parameters, not {published}")
     return case

@@ -18,7 +18,7 @@ from torch import nn
 
 import cubegrad
 from cubegrad.study import Setup, StudyError, methods, schedules
-from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked
+from cubegrad.study.data.masking import IGNORED, Blocks, Masked, masked
 from cubegrad.study.data.plain_text import find
 from cubegrad.study.data.tokens import END, MASK, PAD, SPECIAL, corpus
 from cubegrad.study.problems import bookwiki
@@ -138,7 +138,7 @@ def test_the_same_block_is_masked_anew_each_turn(small):
     train = bookwiki.parts(small[1], "novels", 300, 32, False, CPU)[0]["train"]
     whole = {tuple(row) for row in train.rows(torch.arange(train.number), 32).tolist()}
     batch = next(iter(task.batches(0)))
-    asked = batch.labels != UNASKED
+    asked = batch.labels != IGNORED
     restored = batch.inputs.scatter(
         1, batch.places, torch.where(asked, batch.labels, batch.inputs.gather(1, batch.places))
     )
@@ -182,14 +182,14 @@ def by_hand():
     """Three questions in two blocks: one shown as it is, two masked."""
     inputs = torch.tensor([[0, 5, MASK, 2], [0, MASK, 2, PAD]])
     places = torch.tensor([[1, 2], [1, 3]])
-    return Masked(inputs, places, torch.tensor([[5, 6], [7, UNASKED]]))
+    return Masked(inputs, places, torch.tensor([[5, 6], [7, IGNORED]]))
 
 
 def test_the_loss_is_in_bits_by_hand():
     model = Sure(8)
     nats = math.log(10 / 3) + 2 * math.log(10)  # of 8 tokens one weighs 3, the others 1
     assert bookwiki.total_loss(model, by_hand()).item() == pytest.approx(nats)
-    judged = bookwiki.judged(model, by_hand())
+    judged = bookwiki.metrics(model, by_hand())
     assert judged["loss"] == pytest.approx(nats / 3 / math.log(2))
     assert judged["perplexity"] == pytest.approx((1000 / 3) ** (1 / 3))
 
@@ -200,7 +200,7 @@ def test_an_update_is_the_mean_over_its_questions_clipped(clip):
     model = Sure(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.item()
-    loss = bookwiki.stepping(model, 1, clip)(optimizer, by_hand())
+    loss = bookwiki.make_step(model, 1, clip)(optimizer, by_hand())
     gradient = ((0.3 - 1) + 0.3 + 0.3) / 3
     step = math.copysign(min(abs(gradient), clip), gradient)
     assert model.weight.item() == pytest.approx(before - step, rel=1e-4)
@@ -226,7 +226,7 @@ def test_a_graphed_update_is_a_plain_one(small, monkeypatch):
         task = task_of(small, dropout=0.0)
         if graphed:
             captures = pretend_cuda(monkeypatch, task.model)
-        step = bookwiki.stepping(task.model, 8, 0.5, graphed)
+        step = bookwiki.make_step(task.model, 8, 0.5, graphed)
         optimizer = cubegrad.MADGRAD(task.model.parameters(), lr=0.01)
         updates = itertools.islice(task.batches(0), 3)
         losses.append([step(optimizer, update).item() for update in updates])
@@ -260,7 +260,7 @@ def test_no_part_of_an_update_waits_for_values_or_leaves_its_device():
     update = masked(rows, 8192, None)  # there is no generator of such numbers
     assert update.places.shape == update.labels.shape == (batch, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = bookwiki.stepping(model, 100, 0.5)(optimizer, update)
+    loss = bookwiki.make_step(model, 100, 0.5)(optimizer, update)
     assert loss.is_meta
     assert all(param.grad.is_meta for param in model.parameters())
 
@@ -269,8 +269,8 @@ def test_scoring_chosen_places_is_the_librarys_own_loss(small):
     task = task_of(small)
     task.model.eval()
     update = next(iter(task.batches(0)))
-    labels = torch.full_like(update.inputs, UNASKED)
-    asked = update.labels != UNASKED
+    labels = torch.full_like(update.inputs, IGNORED)
+    asked = update.labels != IGNORED
     rows = torch.arange(len(labels))[:, None].expand_as(update.places)
     labels[rows[asked], update.places[asked]] = update.labels[asked]
     with torch.no_grad():

@@ -176,4 +176,4 @@ def test_a_damaged_checkpoint_is_told_of_before_its_run(tmp_path: Path) -> None:
     assert runs.repair() == []
     path.write_bytes(flipped(path.read_bytes(), 5000))
     (told,) = runs.repair()
-    assert told == f"{path} is damaged (its checksum does not fit): its run starts again"
+    assert told == f"{path} is damaged (its checksum does not match): its run starts again"

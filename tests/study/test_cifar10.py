@@ -114,7 +114,7 @@ def test_evaluation_by_hand(monkeypatch):
     images[torch.arange(7), 0, torch.arange(7), 0] = 255  # image i scores 1 more for class i
     labels = torch.tensor([0, 1, 2, 3, 9, 9, 9])
     model = Seen().train()
-    judged = cifar10.judged(model, Images(images, labels))
+    judged = cifar10.metrics(model, Images(images, labels))
     assert model.training
     assert not model.trained_at_the_time
     rest = torch.tensor(9 + torch.e).log()

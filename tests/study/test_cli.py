@@ -180,7 +180,7 @@ def test_compare_reruns_a_broken_line_and_reports(
     assert command(f"{words} --out out") == 0
     out, errors = capsys.readouterr()
     assert "line 3 is broken" in errors
-    assert "its run is done again" in errors
+    assert "its run is repeated" in errors
     assert out == whole
     table = whole.splitlines()
     assert table[0].split()[:3] == ["method", "lr", "decay"]
@@ -255,7 +255,7 @@ def test_a_problem_by_the_path_of_its_file(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("statistics.py", "the name of statistics.py is that of a module which Python finds first"),
+        ("statistics.py", "statistics.py has the name of a module that Python finds first"),
         ("my.net.py", "my.net.py has a dot in its name; use your_module:your_function or file.py"),
     ],
 )

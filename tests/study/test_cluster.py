@@ -125,7 +125,7 @@ def test_a_death_costs_no_run(
     shared, node, over = what == "a worker", None, threading.Event()
     (data / "together").write_text("2" if shared else "3")
     if not shared:  # as on nodes that see a folder of this name, but not this one
-        monkeypatch.setattr(nodes, "marked", lambda _: contextlib.nullcontext("elsewhere"))
+        monkeypatch.setattr(nodes, "marker", lambda _: contextlib.nullcontext("elsewhere"))
     with contextlib.ExitStack() as stack:
         if not shared:
             words = f"--address={address} --node-ip-address=127.0.0.3 --num-cpus=1"
@@ -144,7 +144,7 @@ def test_a_death_costs_no_run(
     assert not list((tmp_path / "cluster").glob("checkpoints/*"))
     out, errors = capfd.readouterr()
     assert out == ""
-    assert "the worker or node of a run died; the run begins again\n" in errors
+    assert "the worker or node of a run died; the run is restarted\n" in errors
     assert "state-dump" not in errors, "a node's log is not for the terminal"
     assert curves == local(tmp_path, data)
 
@@ -175,7 +175,7 @@ def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it started
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert errors.strip().endswith("stopped; the same command goes on where it was")
+    assert errors.strip().endswith("stopped; run the same command again to resume")
     assert "Traceback" not in errors
     wait_for(lambda: not any(alive(one.pid) for one in begun(data)))  # none goes on computing
     wait_for(lambda: all(one.session != process.pid for one in processes()))
@@ -223,7 +223,7 @@ def test_what_goes_wrong_on_a_node_is_one_line(address: str, tmp_path: Path, dat
             sweep("study-error")
         with pytest.raises(ZeroDivisionError, match=r"ray_problem\.py"):
             sweep("bug")  # no user can mend it: it shows where it is
-        with pytest.raises(StudyError, match=r"node died 2 times.*; the same command") as caught:
+        with pytest.raises(StudyError, match=r"node died 2 times.*; run the same") as caught:
             sweep("die")
     assert "(WorkerCrashedError)" in str(caught.value)
     assert "\n" not in str(caught.value)

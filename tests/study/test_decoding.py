@@ -17,7 +17,7 @@ from small_images import CPU, lay, photo
 
 from cubegrad.study import StudyError
 from cubegrad.study.data import decoding
-from cubegrad.study.data.decoding import Crops, Wanted, Whole, Workers, open_image, read_all
+from cubegrad.study.data.decoding import Crops, Request, Whole, Workers, open_image, read_all
 from cubegrad.study.data.folders import read_tree
 
 TWO = min(2, os.cpu_count() or 1)  # torch warns of more workers than cores
@@ -116,8 +116,8 @@ def plan():
     """Two epochs of three batches, and the test set between them."""
     order = np.random.default_rng(0).permutation(24).tolist()
     batches = [order[:10], order[10:20], order[20:]]
-    train = [Wanted("train", indices, epoch) for epoch in (0, 1) for indices in batches]
-    return [*train[:3], Wanted("test", list(range(12))), *train[3:]]
+    train = [Request("train", indices, epoch) for epoch in (0, 1) for indices in batches]
+    return [*train[:3], Request("test", list(range(12))), *train[3:]]
 
 
 def test_as_many_workers_as_there_may_be_give_the_same_batches(tree):
@@ -146,7 +146,7 @@ def test_as_many_workers_as_there_may_be_give_the_same_batches(tree):
 
 
 def test_the_test_crop_is_the_resized_middle(tree):
-    (batch,) = Workers(Crops(tree.parts, 0, 16, 18), 0).answers([Wanted("test", [5])])
+    (batch,) = Workers(Crops(tree.parts, 0, 16, 18), 0).answers([Request("test", [5])])
     with Image.open(tree.parts["test"].path(5)) as image:
         assert image.size == (33, 29)
         middle = image.resize((20, 18), Image.Resampling.BILINEAR).crop((2, 1, 18, 17))
@@ -160,7 +160,7 @@ def test_a_workers_complaint_arrives_as_one_line(tmp_path, workers):
     damaged.write_bytes(damaged.read_bytes()[:700])
     for dataset in (Crops(tree.parts, 0, 16, 18), Whole(tree.parts, 64)):
         asked = Workers(dataset, workers)
-        answers = asked.answers([Wanted("train", [0, 1], 0), Wanted("train", [5, 6], 0)])
+        answers = asked.answers([Request("train", [0, 1], 0), Request("train", [5, 6], 0)])
         assert len(next(answers)) == 2
         with pytest.raises(StudyError, match=r"^\S+green/002\.JPEG cannot be decoded") as error:
             next(answers)
@@ -169,23 +169,23 @@ def test_a_workers_complaint_arrives_as_one_line(tmp_path, workers):
 
 def test_a_killed_worker_is_told_of(tree):
     workers = Workers(Crops(tree.parts, 0, 16, 18), 1)
-    list(workers.answers([Wanted("train", [0], 0)]))
+    list(workers.answers([Request("train", [0], 0)]))
     (process,) = workers.loader._iterator._workers
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     with pytest.raises(StudyError, match="a process that decodes images was killed") as error:
-        list(workers.answers([Wanted("train", [0], 0)]))
+        list(workers.answers([Request("train", [0], 0)]))
     assert "\n" not in str(error.value)
 
 
 ENDLESS = """
 import sys, time
 from pathlib import Path
-from cubegrad.study.data.decoding import Crops, Wanted, Workers
+from cubegrad.study.data.decoding import Crops, Request, Workers
 from cubegrad.study.data.folders import read_tree
 
 workers = Workers(Crops(read_tree(Path(sys.argv[1])).parts, 0, 16, 18), 1)
-next(workers.answers(Wanted("train", [0], epoch) for epoch in range(10**9)))
+next(workers.answers(Request("train", [0], epoch) for epoch in range(10**9)))
 print(workers.loader._iterator._workers[0].pid, flush=True)
 time.sleep(600)
 """

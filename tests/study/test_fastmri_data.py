@@ -116,7 +116,7 @@ def test_without_h5py_its_extra_is_named(tmp_path, capsys, monkeypatch):
 def test_slices_need_no_h5py(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     lay_slices(tmp_path)
-    stored = mr_slices.stored(tmp_path)
+    stored = mr_slices.load(tmp_path)
     assert np.array_equal(stored.slices, discs(24, 32))
     assert stored.volumes[:3] == ["head0/ax0", "head0/ax0", "head0/ax1"]
 
@@ -138,7 +138,7 @@ def test_missing_slices_are_told_of(tmp_path, capsys):
         (discs(24, 32)[:0], [], "holds uint8 (0, 32, 32)"),
         (discs(24, 32), None, "slices of 32x32: sides must be multiples of 8 and >= 64"),
         (discs(24, 68), None, "slices of 68x68: sides must be multiples of 8"),
-        (discs(24, 64), ["a/1", "b/1", "c/1", "d/1"] * 6, "names 4 subjects, and 5 are the least"),
+        (discs(24, 64), ["a/1", "b/1", "c/1", "d/1"] * 6, "names 4 subjects and needs at least 5"),
         (np.array([{"a": 1}]), ["a/1"], "cannot be read (Array can't be memory-mapped"),
     ],
 )
@@ -174,8 +174,8 @@ def test_a_subject_is_in_one_split():
 
 
 def test_a_few_are_chosen_from_everywhere():
-    assert mr_slices.chosen([3, 5, 8], 5) == [3, 5, 8]
-    assert mr_slices.chosen(list(range(100, 110)), 4) == [100, 102, 105, 107]
+    assert mr_slices.evenly_spaced([3, 5, 8], 5) == [3, 5, 8]
+    assert mr_slices.evenly_spaced(list(range(100, 110)), 4) == [100, 102, 105, 107]
 
 
 def test_coils_are_smooth_differ_and_lose_nothing():
@@ -215,7 +215,7 @@ def test_slices_are_shrunk_by_their_means_and_peaks_are_the_volumes(tmp_path):
     slices[0, :2, :2] = [[255, 0], [51, 0]]
     slices[1], slices[2, 4, 4] = 102, 204
     lay_slices(tmp_path, slices, ["a/1", "a/1", "b/1", "b/1", "c/1"])
-    source = mr_slices.Simulated(mr_slices.stored(tmp_path), [0, 1, 2, 3, 4], 2, 2, CPU)
+    source = mr_slices.Simulated(mr_slices.load(tmp_path), [0, 1, 2, 3, 4], 2, 2, CPU)
     assert source.images.shape == (5, 16, 16)
     assert source.images[0, 0, 0] == pytest.approx(306 / 4 / 255)
     # 102 of 255 is the brightest of a/1, a quarter of 204 that of b/1, and c/1 is black.

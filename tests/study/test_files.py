@@ -106,7 +106,7 @@ def test_the_command_ends_with_one_line_on_a_full_disk(
     assert out == ""
     assert errors == (
         "cubegrad: error: out/records.jsonl cannot be written (No space left on device); free space"
-        " or make it writable, and the same command goes on where it was\n"
+        " or make it writable, then run the same command again to resume\n"
     )
     assert len(Runs(tmp_path / "out").load()[0]) == 2  # the command's own line was the third
     assert cli.main(words) == 0

@@ -143,7 +143,7 @@ def test_one_image_cannot_be_held_out(tmp_path):
     assert "train/blue has one image and there is no val/" in refused(tmp_path)
     lay(tmp_path / "second", train=1, val=1)
     assert len(read_tree(tmp_path / "second").parts["test"]) == 3
-    assert "give it at least 2" in refused(tmp_path / "second", hold_out=True)
+    assert "it needs at least 2" in refused(tmp_path / "second", hold_out=True)
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):

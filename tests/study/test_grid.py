@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from cubegrad.study import StudyError
-from cubegrad.study.grid import Grid, grown, parse_grid, parse_values
+from cubegrad.study.grid import Grid, next_value, parse_grid, parse_values
 
 TEN = Grid()
 TWO = parse_grid("powers-of-2")
@@ -53,8 +53,8 @@ def test_values(text: str, values: tuple[float, ...]) -> None:
     [
         ("-1", "--lr -1 must be >= 0 and finite; use"),
         ("nan", "--lr nan must be >= 0 and finite; use"),
-        ("1e39", "--lr 1e39 is more than a float32 holds; use"),
-        ("1..1e308", "--lr 1e308 is more than a float32 holds; use"),
+        ("1e39", "--lr 1e39 is too large for a float32; use"),
+        ("1..1e308", "--lr 1e308 is too large for a float32; use"),
         ("fast", "--lr 'fast' is not a number; use"),
         ("1e-1..1e-2", "--lr 1e-1..1e-2 has no value of the grid; use"),
         ("1e-4...1e-1", "--lr 1e-4...1e-1 has three dots; use two, as in 1e-4..1e-1"),
@@ -95,19 +95,19 @@ FIRST = (1e-3, 2.5e-3, 5e-3)
 def test_growth(
     tried: tuple[float, ...], best: float | None, limit: int, more: float | None
 ) -> None:
-    assert grown(tried, best, FIRST, TEN, limit) == more
+    assert next_value(tried, best, FIRST, TEN, limit) == more
 
 
 def test_growth_stops_at_0_and_never_moves_a_single_value() -> None:
-    assert grown((0.0, 1e-4), 0.0, (0.0, 1e-4), TEN, 6) is None
-    assert grown((0.0, 1e-4), 1e-4, (0.0, 1e-4), TEN, 6) == 2.5e-4
-    assert grown((1e-4,), 1e-4, (1e-4,), TEN, 6) is None
+    assert next_value((0.0, 1e-4), 0.0, (0.0, 1e-4), TEN, 6) is None
+    assert next_value((0.0, 1e-4), 1e-4, (0.0, 1e-4), TEN, 6) == 2.5e-4
+    assert next_value((1e-4,), 1e-4, (1e-4,), TEN, 6) is None
 
 
 @pytest.mark.parametrize("grid", [TEN, TWO])
 def test_growth_stops_at_the_ends_of_floats(grid: Grid) -> None:
     least, most = math.ulp(0.0), sys.float_info.max
-    assert grown((least, 1.0), least, (least, 1.0), grid, 6) is None
-    assert grown((1.0, 2.6e38), 2.6e38, (1.0, 2.6e38), grid, 6) is None  # those of the weights
-    assert grown((1.0, most), most, (1.0, most), grid, 6) is None
+    assert next_value((least, 1.0), least, (least, 1.0), grid, 6) is None
+    assert next_value((1.0, 2.6e38), 2.6e38, (1.0, 2.6e38), grid, 6) is None  # those of the weights
+    assert next_value((1.0, most), most, (1.0, most), grid, 6) is None
     assert len(grid.between(most / 16, most)) in (3, 4)

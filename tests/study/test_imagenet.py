@@ -109,7 +109,7 @@ def test_evaluation_by_hand(classes):
     labels = places.clone()
     labels[0] = 1  # the last but one of the six others where there are seven, so not in the top 5
     batches = [Batch(images[:2], labels[:2]), Batch(images[2:], labels[2:])]
-    judged = imagenet.judged(Seen(classes), iter(batches), classes)
+    judged = imagenet.metrics(Seen(classes), iter(batches), classes)
     assert judged["accuracy"] == pytest.approx(100 * (classes - 1) / classes)
     assert judged.get("top5") == (pytest.approx(600 / 7) if classes == 7 else None)
     scores = (images[:, 0, 0, :classes].double() / 255 - 0.485) / 0.229

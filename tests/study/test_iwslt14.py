@@ -90,12 +90,12 @@ def test_losses_against_torch_and_by_hand():
     expected = cross_entropy(flat, wanted, ignore_index=PAD, label_smoothing=0.1)
     torch.testing.assert_close(smoothed / 5, expected)
     torch.testing.assert_close(iwslt14.mean_loss(model, batch), expected)
-    judged = iwslt14.judged(model, [batch, batch])
+    judged = iwslt14.metrics(model, [batch, batch])
     assert judged["loss"] == pytest.approx(expected.item() / math.log(2))
-    even = iwslt14.judged(Fixed(torch.zeros(2, 3, 8)), [batch])
+    even = iwslt14.metrics(Fixed(torch.zeros(2, 3, 8)), [batch])
     assert even == pytest.approx({"loss": 3, "nll": 3, "perplexity": 8})  # 8 types are 3 bits
     hopeless = torch.zeros(2, 3, 8).index_fill_(2, torch.tensor([0]), 1e6)
-    assert iwslt14.judged(Fixed(hopeless), [batch])["perplexity"] == 2.0**100
+    assert iwslt14.metrics(Fixed(hopeless), [batch])["perplexity"] == 2.0**100
 
 
 def test_the_training_loss_is_in_bits_and_gradients_are_clipped(data):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cubegrad.study.data.masking import UNASKED, Blocks, masked, numbers_of
+from cubegrad.study.data.masking import IGNORED, Blocks, block_indices, masked
 from cubegrad.study.data.tokens import BEGIN, END, MASK, PAD, SPECIAL
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def made_up_rows(count, length=128, vocabulary=1000, seed=1):
 def test_masks_have_their_shares():
     rows = made_up_rows(4000)
     blocks = masked(rows, 1000, generator())
-    asked = blocks.labels != UNASKED
+    asked = blocks.labels != IGNORED
     for kind, tokens in ((slice(0, None, 2), 126), (slice(1, None, 2), 98)):
         counts = asked[kind].sum(1)
         low = int(0.15 * tokens)
@@ -64,7 +64,7 @@ def test_special_tokens_are_never_masked_and_the_rest_stays():
     rows = made_up_rows(500)
     blocks = masked(rows, 1000, generator(4))
     asked = torch.zeros(rows.shape, dtype=torch.long)
-    asked.scatter_add_(1, blocks.places, (blocks.labels != UNASKED).long())
+    asked.scatter_add_(1, blocks.places, (blocks.labels != IGNORED).long())
     assert asked.max() == 1  # no place is asked for twice
     assert not asked[rows < SPECIAL].any()
     changed = blocks.inputs != rows
@@ -78,17 +78,17 @@ def test_special_tokens_are_never_masked_and_the_rest_stays():
 def test_a_block_with_few_tokens_is_asked_what_it_has():
     rows = torch.tensor([[BEGIN, 7, END, PAD, PAD, PAD, PAD, PAD], [BEGIN, END] + 6 * [PAD]])
     seen = [masked(rows, 10, generator(seed)).labels for seed in range(400)]
-    questions = torch.stack([(labels != UNASKED).sum(1) for labels in seen])
+    questions = torch.stack([(labels != IGNORED).sum(1) for labels in seen])
     assert questions[:, 1].max() == 0
     assert questions[:, 0].max() == 1
     assert questions[:, 0].double().mean().item() == pytest.approx(0.15, abs=0.08)
 
 
 def test_turns_through_the_text_hold_each_block_once():
-    updates = [numbers_of(3, update, 8, 20, CPU) for update in range(10)]
+    updates = [block_indices(3, update, 8, 20, CPU) for update in range(10)]
     assert {len(numbers) for numbers in updates} == {8}
     turns = torch.cat(updates).view(4, 20)
     for turn in turns:
         assert sorted(turn.tolist()) == list(range(20))
     assert len({tuple(turn.tolist()) for turn in turns}) == 4
-    assert numbers_of(0, 1, 50, 20, CPU).shape == (50,)
+    assert block_indices(0, 1, 50, 20, CPU).shape == (50,)

@@ -137,7 +137,7 @@ def test_a_node_with_another_version_is_told_of() -> None:
     order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
     told = nodes.work(order, None)
     assert isinstance(told, str)
-    assert "and the sweep is of 9.9; install the same on every node" in told
+    assert "and the sweep uses 9.9; install the same version on every node" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
@@ -153,7 +153,7 @@ def test_a_gpu_that_is_too_small_is_told_of(tmp_path: Path) -> None:
     told = nodes.work(nodes.Order(NAME, settings, Place(tmp_path), Path("one.pt"), ""), None)
     assert isinstance(told, str)
     assert "too little memory" in told
-    assert "more --gpus-per-run" in told
+    assert "larger --gpus-per-run" in told
     jobs = [(replace(settings, seed=seed), Path("one.pt")) for seed in range(2)]
     with (
         contextlib.closing(Machine(NAME, Place(tmp_path), workers=2)) as machine,
@@ -164,11 +164,11 @@ def test_a_gpu_that_is_too_small_is_told_of(tmp_path: Path) -> None:
 
 def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    with nodes.marked(one) as mark, nodes.marked(other):
-        assert nodes.sees(one, mark)
-        assert not nodes.sees(other, mark)
-        assert not nodes.sees(tmp_path / "none", mark)
-    assert not nodes.sees(one, mark)
+    with nodes.marker(one) as mark, nodes.marker(other):
+        assert nodes.is_shared(one, mark)
+        assert not nodes.is_shared(other, mark)
+        assert not nodes.is_shared(tmp_path / "none", mark)
+    assert not nodes.is_shared(one, mark)
     assert not list(one.iterdir())
 
 

@@ -102,8 +102,8 @@ XZ = lzma.compress(LONG.encode())
     [
         (None, b"", "there is no text in"),
         ("novel.pdf", b"%PDF", "there is no text in"),
-        ("novel.txt", b"", "has 0 tokens for 'train' and one block takes 32: bring more text"),
-        ("novel.txt", b"Short.\n", "tokens for 'train' and one block takes 32: bring more text"),
+        ("novel.txt", b"", "has 0 tokens for 'train' and one block takes 32: add more text"),
+        ("novel.txt", b"Short.\n", "tokens for 'train' and one block takes 32: add more text"),
         ("novel.txt", LONG.encode()[:30_000], "has 0 tokens for 'test'"),
         ("novel.txt", b"Good.\nCaf\xe9s.\n", r"novel.txt is not UTF-8 (line 2: invalid"),
         ("novel.txt.xz", XZ[:-20], "novel.txt.xz cannot be unpacked after line"),
@@ -130,5 +130,5 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     lay(tmp_path, mine="Text.\n")
     texts = find(tmp_path, "novels")
     (tmp_path / "mine.txt").unlink()
-    with pytest.raises(StudyError, match=r"mine\.txt cannot be read .*: mend it or remove it"):
+    with pytest.raises(StudyError, match=r"mine\.txt cannot be read .*: fix it or remove it"):
         list(read(texts.files["train"]))

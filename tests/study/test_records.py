@@ -108,9 +108,9 @@ def test_checkpoints_without_a_use_are_cleared_away(tmp_path: Path) -> None:
 
 
 def test_two_sweeps_may_not_share_a_directory(tmp_path: Path) -> None:
-    with Runs(tmp_path).held(), pytest.raises(StudyError, match=r"in use.*another --out"):
-        Runs(tmp_path).held().__enter__()
-    with Runs(tmp_path).held():
+    with Runs(tmp_path).locked(), pytest.raises(StudyError, match=r"in use.*another --out"):
+        Runs(tmp_path).locked().__enter__()
+    with Runs(tmp_path).locked():
         assert (tmp_path / ".lock").exists()
 
 
@@ -211,7 +211,7 @@ def test_commands_that_are_not_text_do_no_harm(tmp_path: Path) -> None:
 def test_the_lock_leaves_what_it_finds_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / ".lock").symlink_to("precious")
-    with Runs(tmp_path).held():
+    with Runs(tmp_path).locked():
         assert (tmp_path / "precious").read_text() == "mine"
 
 

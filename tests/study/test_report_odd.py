@@ -42,7 +42,7 @@ def test_a_name_of_a_record_is_never_a_path(
     (runs / "records.jsonl").write_text("".join(lines))
     assert cli.main(["report", str(runs)]) == 0
     out, errors = capsys.readouterr()
-    assert errors.count(": left out; the command that made it runs it again\n") == len(evil)
+    assert errors.count(": left out; rerun the command that wrote it\n") == len(evil)
     assert "MADGRAD" in out
     found = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     plots = {f"cifar10-gpu-{kind}.{end}" for kind in ("lr", "curves") for end in ("png", "svg")}
@@ -197,7 +197,7 @@ def test_the_directory_is_held_until_its_report_is_there(
 
     def writing(*arguments: object) -> str:
         with pytest.raises(StudyError, match="in use by another run"):
-            Runs(tmp_path / "out").held().__enter__()
+            Runs(tmp_path / "out").locked().__enter__()
         asked.append(1)
         return write(*arguments)
 

@@ -189,7 +189,7 @@ def test_a_worker_that_is_killed_is_told_of(
     monkeypatch.setenv("TOY_DIE", "1")
     machine = Machine("toy_problem:problem", Place(), 2)
     try:
-        with pytest.raises(StudyError, match=r"a worker was killed.*the same command goes on"):
+        with pytest.raises(StudyError, match=r"a worker was killed.*run the same command again"):
             Sweep(TOY, Runs(tmp_path), machine, Progress(StringIO())).search()
     finally:
         machine.close()
@@ -281,7 +281,7 @@ def test_ctrl_c_keeps_what_was_done(workers: int, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "stopped; the same command goes on where it was" in errors
+    assert "stopped; run the same command again to resume" in errors
     before = curves(tmp_path / "stopped")
     assert 1 <= len(before) < 4
     sweep_whole(tmp_path / "stopped", tmp_path / "whole", before)
@@ -298,7 +298,7 @@ def test_a_signal_to_end_keeps_what_was_done_and_leaks_nothing(
     process.send_signal(number)  # to the command alone, as `kill` does
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert "stopped; the same command goes on where it was" in errors
+    assert "stopped; run the same command again to resume" in errors
     assert "Traceback" not in errors
     assert "leaked" not in errors
     before = curves(tmp_path / "stopped")

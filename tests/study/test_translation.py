@@ -57,13 +57,13 @@ def test_no_batch_is_larger_than_asked_for_and_none_is_left_out():
 
 def test_few_are_evenly_spaced_and_short():
     pairs = [Pair("a " * n, "b") for n in range(1, 11)]
-    assert Limits().few(pairs, 0) == pairs
-    assert Limits().few(pairs, 5) == pairs[::2]
-    assert Limits(words=3).few(pairs, 99) == pairs[:3]
+    assert Limits().select(pairs, 0) == pairs
+    assert Limits().select(pairs, 5) == pairs[::2]
+    assert Limits(words=3).select(pairs, 99) == pairs[:3]
     with pytest.raises(StudyError, match="0 of 10 pairs have at most 3 words, and this preset"):
-        Limits(words=3).few([Pair("a", "b " * 4)] * 10, 5)
+        Limits(words=3).select([Pair("a", "b " * 4)] * 10, 5)
     with pytest.raises(StudyError, match="2 of 99 pairs have at most 3 words, and this preset"):
-        Limits(words=3).few([Pair("a", "b")] * 2 + [Pair("a", "b " * 4)] * 97, 50)
+        Limits(words=3).select([Pair("a", "b")] * 2 + [Pair("a", "b " * 4)] * 97, 50)
 
 
 def test_prepared_subwords_are_taken_as_they_are(tmp_path, monkeypatch):

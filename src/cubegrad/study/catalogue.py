@@ -1,4 +1,4 @@
-"""Problems by name: those of `problems/`, and a user's, `module:function` or `file.py:function`."""
+"""Problems by name: those in `problems/`, and users', as module:function or file.py:function."""
 
 import importlib
 import sys
@@ -20,10 +20,10 @@ def find(name: str) -> Problem:
         raise StudyError(
             f"unknown problem {name!r}; use {', '.join(NAMES)}, or your_module:your_function"
         )
-    made = getattr(loaded, function, None)
-    if not callable(made):
+    make = getattr(loaded, function, None)
+    if not callable(make):
         raise StudyError(f"{module} has no function {function!r}; define it, returning a Problem")
-    problem = made()
+    problem = make()
     if not isinstance(problem, Problem):
         raise StudyError(f"{name} returned {problem!r}; return a cubegrad.study.Problem")
     if not problem.presets:
@@ -32,7 +32,7 @@ def find(name: str) -> Problem:
 
 
 def load(name: str) -> tuple[str, str, ModuleType]:
-    """The module and function that a user's problem names, and that module, imported."""
+    """The names of the module and function of a user's problem, and the imported module."""
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
         file = Path(place).resolve()
@@ -48,11 +48,11 @@ def load(name: str) -> tuple[str, str, ModuleType]:
             "use your_module:your_function or file.py:function"
         )
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # as Python has it for a script, and a console script not
+        sys.path.insert(0, str(folder))  # Python does this for scripts, not for console scripts
     loaded = _import(name, module)
     if file is not None and Path(loaded.__file__ or "").resolve() != file:
         raise StudyError(
-            f"the name of {place} is that of a module which Python finds first "
+            f"{place} has the name of a module that Python finds first "
             f"({loaded.__file__ or 'built in'}); rename it"
         )
     return module, function, loaded

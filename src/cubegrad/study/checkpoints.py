@@ -1,7 +1,7 @@
-"""Checkpoints of runs in progress: written whole, and checked before they are used.
+"""Checkpoints of unfinished runs: written atomically, and checked before they are used.
 
-A file is what torch.save writes, followed by a line with the SHA-256 of all before it. The CRC-32s
-in torch's zip would not do: torch.load ignores them, and they leave out the headers of the zip.
+A file is what torch.save writes, followed by a line with the SHA-256 of everything before it. The
+CRC-32s in torch's zip do not suffice: torch.load ignores them, and they do not cover the headers.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # After the disk has refused some bytes, torch complains that they are missing.
+            # After a failed write torch raises its own error about missing bytes.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -36,31 +36,31 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """The state in a checkpoint; None if there is no file, or a damaged one.
+    """The state in a checkpoint; None if the file is missing or damaged.
 
-    Raises StudyError for a file that is whole and something else.
+    Raises StudyError for an intact file that is not one of our checkpoints.
     """
     if not path.exists() or damage(path) is not None:
         return None
-    sealed = _stored(path) is not None
+    has_checksum = _stored(path) is not None
     try:
         state = torch.load(path, weights_only=True)
     except Exception as error:
-        if sealed and isinstance(error, pickle.UnpicklingError):
-            found = re.search(r"GLOBAL (\S+)", str(error))
+        if has_checksum and isinstance(error, pickle.UnpicklingError):
+            match = re.search(r"GLOBAL (\S+)", str(error))
             raise StudyError(
-                f"{path} has {found[1] if found else 'an object'} in it; delete it, and let "
+                f"{path} has {match[1] if match else 'an object'} in it; delete it, and let "
                 "Task.keeps hold tensors, numbers, text, lists and dicts only"
             ) from None
-        if sealed:
+        if has_checksum:
             raise
         state = None
     if not isinstance(state, dict) or not state.keys() >= FIELDS:
         raise StudyError(f"{path} is not a checkpoint of cubegrad; delete it or use another --out")
-    if not sealed:
+    if not has_checksum:
         raise StudyError(
-            f"{path} has no checksum, as an older cubegrad wrote it; delete it, and its run starts "
-            "again, or finish with that version"
+            f"{path} has no checksum, as an older cubegrad wrote it; delete it to restart its run, "
+            "or finish with that version"
         )
     return state
 
@@ -68,11 +68,11 @@ def load(path: Path) -> dict[str, Any] | None:
 def damage(path: Path) -> str | None:
     """What is wrong with the bytes of a checkpoint, if anything is."""
     stored = _stored(path)
-    if stored is None:  # a file that was cut short has lost the end of torch's zip too
-        return None if zipfile.is_zipfile(path) else "it is cut short"
+    if stored is None:  # a truncated file lacks the end of torch's zip too
+        return None if zipfile.is_zipfile(path) else "it is truncated"
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size - FOOTER_SIZE
-        return None if _digest(file, size) == stored else "its checksum does not fit"
+        return None if _digest(file, size) == stored else "its checksum does not match"
 
 
 def _stored(path: Path) -> bytes | None:
@@ -84,10 +84,10 @@ def _stored(path: Path) -> bytes | None:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Of the first bytes of the file; it is left behind them."""
+    """SHA-256 of the first `size` bytes; leaves the file position after them."""
     file.seek(0)
     digest = hashlib.sha256()
-    while chunk := file.read(min(size, CHUNK)):  # nothing, too, if the file was cut meanwhile
+    while chunk := file.read(min(size, CHUNK)):  # empty too if the file was truncated meanwhile
         digest.update(chunk)
         size -= len(chunk)
     return digest.hexdigest().encode()

@@ -12,12 +12,12 @@ from typing import NoReturn
 import cubegrad
 from cubegrad.study.problem import StudyError
 
-LARGEST_SEED = 2**32 - 1  # numpy's; and a million times it, plus an epoch, is one of torch's
+LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, where argparse would print its usage too."""
+        """Print one line, without argparse's usage."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     main = Parser(prog="cubegrad", description="The MADGRAD paper's comparison of optimizers.")
     main.add_argument("--version", action="version", version=f"cubegrad {cubegrad.__version__}")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("problems", help="what there is, with sizes, data and presets")
+    commands.add_parser("problems", help="list the problems, with sizes, data and presets")
     _train(commands.add_parser("train", help="one run"))
     _sweep(commands.add_parser("sweep", help="a grid of learning rates and decays"))
     compare = commands.add_parser(
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         type=_count,
         default=1,
         metavar="N",
-        help="seeds of each point of the grid (%(default)s)",
+        help="seeds per grid point (%(default)s)",
     )
     report = commands.add_parser("report", help="tables, plots, one page")
     report.add_argument("runs", type=Path, metavar="RUNS_DIR", help="the --out of a sweep")
@@ -53,17 +53,17 @@ def _common(parser: argparse.ArgumentParser) -> None:
     )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
-    add("--epochs", type=_count, help="in place of the preset's")
-    add("--batch", type=_count, help="in place of the preset's")
-    add("--schedule", help="in place of the preset's: flat, tenthing:150-225, sqrt:100, ...")
+    add("--epochs", type=_count, help="overrides the preset's")
+    add("--batch", type=_count, help="overrides the preset's")
+    add("--schedule", help="overrides the preset's: flat, tenthing:150-225, sqrt:100, ...")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="data sets (%(default)s)")
-    add("--download", action="store_true", help="fetch missing data sets into it")
+    add("--download", action="store_true", help="fetch missing data sets into --data")
     add(
         "--save-every",
         type=_seconds,
         default=10.0,
         metavar="SECONDS",
-        help="least time between two checkpoints of a run (%(default)s); 0: after each epoch",
+        help="minimum time between two checkpoints of a run (%(default)s); 0: after each epoch",
     )
     add("--out", type=Path, metavar="DIR", help="where runs are kept (runs/PROBLEM-PRESET)")
 
@@ -75,9 +75,9 @@ def _train(parser: argparse.ArgumentParser) -> None:
     add(
         "--lr",
         metavar="LR",
-        help="learning rate; the paper's, where it has this problem; for madgrad-auto a factor (1)",
+        help="learning rate (the paper's, if it has this problem); for madgrad-auto a factor (1)",
     )
-    add("--decay", metavar="DECAY", help="weight decay; the paper's, or 0")
+    add("--decay", metavar="DECAY", help="weight decay (the paper's, else 0)")
     add("--seed", type=_seed, default=0, help="(%(default)s)")
     parser.set_defaults(ray=None)
 
@@ -85,22 +85,22 @@ def _train(parser: argparse.ArgumentParser) -> None:
 def _sweep(parser: argparse.ArgumentParser) -> None:
     _common(parser)
     add = parser.add_argument
-    add("--methods", metavar="A,B", help="such as madgrad,sgd@flat; the preset's, without")
-    add("--figure", help="a figure of the paper in their place: dual-averaging or sqrt-decay")
+    add("--methods", metavar="A,B", help="such as madgrad,sgd@flat (the preset's)")
+    add("--figure", help="the methods of a figure of the paper: dual-averaging or sqrt-decay")
     add(
         "--lr",
         metavar="LRS",
-        help="1e-4..1e-1 or 0.1,0.2; each method's own range, without; factors for madgrad-auto, "
-        "if it is the only method",
+        help="1e-4..1e-1 or 0.1,0.2 (each method's own range); factors if madgrad-auto is the only "
+        "method",
     )
-    add("--decay", metavar="DECAYS", help="0,1e-5..1e-3; the preset's, without")
+    add("--decay", metavar="DECAYS", help="0,1e-5..1e-3 (the preset's)")
     add("--grid", metavar="GRID", help="1,2.5,5 (times powers of ten) or powers-of-2")
     add(
         "--widen",
-        type=_whole,
+        type=_natural,
         default=6,
         metavar="N",
-        help="values by which the grid may grow beyond an end that is best (%(default)s)",
+        help="how many values to add beyond an end of the grid while it is best (%(default)s)",
     )
     add(
         "--select",
@@ -112,9 +112,14 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=_count,
         metavar="N",
-        help="sweep: of each point (1); compare: of each method's best (the preset's)",
+        help="sweep: seeds per grid point (1); compare: of each method's best (the preset's)",
     )
-    add("--workers", type=_count, metavar="N", help="runs at a time (one a core; one on a GPU)")
+    add("--workers", type=_count, metavar="N", help="parallel runs (one per core; one on a GPU)")
+    _cluster(parser)
+
+
+def _cluster(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--ray",
         metavar="ADDRESS",
@@ -124,14 +129,14 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-run",
         type=_part,
         metavar="PART",
-        help="with --ray: the part of a GPU that a run is given, such as 0.25 (1)",
+        help="with --ray: the fraction of a GPU per run, such as 0.25 (1)",
     )
     add(
         "--retries",
-        type=_whole,
+        type=_natural,
         default=3,
         metavar="N",
-        help="with --ray: how often a run begins again when its worker or node dies (%(default)s)",
+        help="with --ray: how often a run is restarted when its worker or node dies (%(default)s)",
     )
 
 
@@ -163,20 +168,20 @@ def _part(text: str) -> float:
 
 
 def _seed(text: str) -> int:
-    value = _whole(text)
+    value = _natural(text)
     if value > LARGEST_SEED:
         raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_SEED}; use 0")
     return value
 
 
-def _whole(text: str) -> int:
+def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 0; use 0")
     return int(text)
 
 
 class Stopped(KeyboardInterrupt):
-    """By a signal that asks a process to end, as Ctrl-C does."""
+    """The command was stopped by a signal such as SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -185,26 +190,25 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP stop a command as Ctrl-C does: workers ended, files whole, no semaphores
-    left behind."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C: workers end, files are whole, no semaphore leaks."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
-        numbers = []  # signals are the main thread's
-    before = {one: signal.getsignal(one) for one in numbers}
-    ours = [one for one in numbers if before[one] is signal.SIG_DFL]  # nohup ignores one
+        numbers = []  # only the main thread may set handlers
+    before = {n: signal.getsignal(n) for n in numbers}
+    ours = [n for n in numbers if before[n] is signal.SIG_DFL]  # nohup ignores SIGHUP
 
     def stop(number: int, _: object) -> NoReturn:
-        for one in ours:
-            signal.signal(one, signal.SIG_IGN)  # a second one would stop the stopping
+        for n in ours:
+            signal.signal(n, signal.SIG_IGN)  # a second signal would interrupt the cleanup
         raise Stopped(number)
 
-    for one in ours:
-        signal.signal(one, stop)
+    for n in ours:
+        signal.signal(n, stop)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, before[one])
+        for n in ours:
+            signal.signal(n, before[n])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"cubegrad: error: {error}\n")
         return 2
     except KeyboardInterrupt as stop:
-        sys.stderr.write("\ncubegrad: stopped; the same command goes on where it was\n")
+        sys.stderr.write("\ncubegrad: stopped; run the same command again to resume\n")
         return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     except BrokenPipeError:  # `cubegrad problems | head`
         sys.stderr.close()

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: the same jobs as tasks there; records are written by the one who asked."""
+"""Runs on a Ray cluster: each job is a task; this process writes the records."""
 
 import contextlib
 import os
@@ -22,46 +22,45 @@ from cubegrad.study.processes import no_interrupts
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.workers import Job
 
-POLL = 0.5  # seconds between two looks at the tasks
-REACH = 60  # seconds that a head may take to answer; Ray itself would try for many minutes
-AGAIN = "the same command goes on where it was"
+POLL = 0.5  # seconds between two checks of the tasks
+REACH = 60  # seconds to wait for the head's answer; Ray itself would try for many minutes
 
 
 @dataclass
 class Cluster:
-    """Runs jobs of one problem as Ray tasks, each with `cpus` and a part of a GPU."""
+    """Runs jobs of one problem as Ray tasks, each with `cpus` CPUs and `gpus` GPUs."""
 
-    problem: str  # by name: a node has to find it again
-    place: train.Place  # whose data folder is a path on every node
+    problem: str  # by name: nodes import it
+    place: train.Place  # its data folder is a path on every node
     address: str
     cpus: int = 1
-    gpus: float = 0.0
-    limit: int | None = None  # runs at a time; without, as many as the cluster has room for
-    retries: int = 3  # of a run whose worker or node died
+    gpus: float = 0.0  # may be a fraction
+    limit: int | None = None  # parallel runs; None: as many as the cluster has room for
+    retries: int = 3  # of a run whose worker or node dies
     _ray: Any = None
-    _tally: Any = None
+    _counter: Any = None  # the actor that counts epochs
     _work: Any = None
-    _asked: Any = None  # the answer of the tally that is under way
+    _counts: Any = None  # the future of the counter's next answer
 
     def check(self, problem: Problem, setup: Setup) -> None:
-        """Look at the data where the runs will: this machine need not have it."""
+        """Check the data on a node: this machine need not have it."""
         self._connect()
         if problem.check_data is not None:
             setup = replace(setup, data=setup.data.absolute())
             name = nodes.name(self.problem)
-            told = self._get(self._remote(nodes.check).remote(name, setup, cubegrad.__version__))
-            if told is not None:
-                raise StudyError(told)
+            error = self._get(self._remote(nodes.check).remote(name, setup, cubegrad.__version__))
+            if error is not None:
+                raise StudyError(error)
 
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
-        """Records as they come; `tick` is told how many epochs have passed since the last call."""
+        """Yield records as runs finish; `tick` gets the number of epochs since its last call."""
         if jobs:
             self._connect()
-            with nodes.marked(jobs[0][1].absolute().parent) as mark:
-                yield from self._share(jobs, mark, tick)
+            with nodes.marker(jobs[0][1].absolute().parent) as marker:
+                yield from self._run_tasks(jobs, marker, tick)
 
-    def _share(
-        self, jobs: Sequence[Job], mark: str, tick: Callable[[int], None]
+    def _run_tasks(
+        self, jobs: Sequence[Job], marker: str, tick: Callable[[int], None]
     ) -> Iterator[Record]:
         place = replace(self.place, data=self.place.data.absolute())
         todo, passed = deque(jobs), dict.fromkeys((job[0].key for job in jobs), 0)
@@ -70,37 +69,37 @@ class Cluster:
         while todo or waiting:
             while todo and len(waiting) < (self.limit or len(jobs)):
                 settings, checkpoint = todo.popleft()
-                order = nodes.Order(name, settings, place, checkpoint.absolute(), mark)
-                waiting[self._work.remote(order, self._tally)] = settings
+                order = nodes.Order(name, settings, place, checkpoint.absolute(), marker)
+                waiting[self._work.remote(order, self._counter)] = settings
             done, _ = self._ray.wait(list(waiting), timeout=POLL)
-            self._look(passed, tick)
-            for one in done:
-                settings, record = waiting.pop(one), self._get(one)
+            self._update_progress(passed, tick)
+            for task in done:
+                settings, record = waiting.pop(task), self._get(task)
                 if isinstance(record, str):
                     raise StudyError(record)
                 tick(settings.epochs - passed.pop(settings.key))
                 yield record
 
     def close(self) -> None:
-        """Stop at once: every node ends the workers of a driver that has left.
+        """Stop at once: nodes end the workers of a driver that disconnects.
 
-        Tasks are not cancelled first, as Ray 2.60 may abort this process where one ends meanwhile.
+        Tasks are not cancelled first: Ray 2.60 may abort this process if one ends meanwhile.
         """
         if self._ray is not None:
             with no_interrupts():
                 self._ray.shutdown()
-            self._ray = self._asked = None
+            self._ray = self._counts = None
 
     def _connect(self) -> None:
         if self._ray is not None:
             return
         ray = _import()
-        address = _reach(self.address)
-        with _interrupts_wait(), tempfile.TemporaryDirectory() as folder:
-            luggage = nodes.pack(self.problem, Path(folder))
-            self._ray = ray  # from here on there may be something to close
+        address = _check_address(self.address)
+        with _delayed_interrupts(), tempfile.TemporaryDirectory() as folder:
+            code = nodes.pack(self.problem, Path(folder))
+            self._ray = ray  # before init: if that fails, `close` still shuts Ray down
             try:
-                ray.init(address, **_options(address, luggage))
+                ray.init(address, **_options(address, code))
             except ConnectionError as error:
                 if address != "auto":
                     raise StudyError(f"--ray {self.address}: {_line(error)}") from None
@@ -108,19 +107,19 @@ class Cluster:
                     "--ray auto: no Ray cluster runs on this machine; "
                     "start one with `ray start --head`, or use --ray local"
                 ) from None
-            except Exception as error:  # Ray raises whatever its layers happen to
+            except Exception as error:  # Ray does not document which errors it raises
                 raise StudyError(f"--ray {self.address}: {_line(error)}") from None
-        self._room()
-        self._tally = ray.remote(num_cpus=0, max_restarts=-1)(nodes.tally()).remote()
+        self._check_resources()
+        self._counter = ray.remote(num_cpus=0, max_restarts=-1)(nodes.epoch_counter()).remote()
         self._work = self._remote(nodes.work)
 
     def _remote(self, function: Callable[..., Any]) -> Any:
-        # Ray gives a GPU's worker one task only, and is right: its CUDA would keep to one GPU.
+        # Ray starts a new worker for each GPU task: a process's CUDA context stays on one GPU.
         options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_retries": self.retries}
         return self._ray.remote(**options, retry_exceptions=False)(function)
 
-    def _room(self) -> None:
-        """A run that no node has room for would wait without a word."""
+    def _check_resources(self) -> None:
+        """Warn if no node has room for a run: Ray would wait silently."""
         needs = {"CPU": self.cpus, "GPU": self.gpus}
         for node in self._ray.nodes():
             has = node["Resources"]
@@ -131,23 +130,23 @@ class Cluster:
             raise StudyError(f"{lack}; use --device cpu, or the --ray of a larger cluster")
         tqdm.write(f"{lack}; waiting for one to join", file=sys.stderr)
 
-    def _look(self, passed: dict[str, int], tick: Callable[[int], None]) -> None:
-        """Ask how far the runs are, never waiting: the answer is for the next look, or lost."""
-        if self._asked is None:
-            self._asked = self._tally.all.remote()
-        if not self._ray.wait([self._asked], timeout=0)[0]:
+    def _update_progress(self, passed: dict[str, int], tick: Callable[[int], None]) -> None:
+        """Ask for the epoch counts without waiting; a late answer is read on the next call."""
+        if self._counts is None:
+            self._counts = self._counter.all.remote()
+        if not self._ray.wait([self._counts], timeout=0)[0]:
             return
-        with contextlib.suppress(self._ray.exceptions.RayError):  # its node died: it starts again
-            for key, epochs in self._ray.get(self._asked).items():
-                if epochs > passed.get(key, epochs):  # a run begun again may be behind
+        with contextlib.suppress(self._ray.exceptions.RayError):  # its node died: Ray restarts it
+            for key, epochs in self._ray.get(self._counts).items():
+                if epochs > passed.get(key, epochs):  # a restarted run may be behind
                     tick(epochs - passed[key])
                     passed[key] = epochs
-        self._asked = None
+        self._counts = None
 
-    def _get(self, one: Any) -> Any:
+    def _get(self, task: Any) -> Any:
         errors = self._ray.exceptions
         try:
-            return self._ray.get(one)
+            return self._ray.get(task)
         except errors.RayTaskError as error:
             if "No module named 'cubegrad" in str(error):
                 raise StudyError(
@@ -158,40 +157,41 @@ class Cluster:
             raise StudyError(f"a node cannot unpack {self.problem}: {_line(error)}") from None
         except errors.RayError as error:
             raise StudyError(
-                f"a run's worker or node died {self.retries + 1} times, perhaps for want of memory "
-                f"({type(error).__name__}); {AGAIN}, with fewer --workers if it comes again"
+                f"a run's worker or node died {self.retries + 1} times, perhaps out of memory "
+                f"({type(error).__name__}); run the same command again to resume, with fewer "
+                "--workers if it happens again"
             ) from None
 
 
-def _hear(data: dict[str, Any], *_: object, **__: object) -> None:
-    """In place of Ray's own report of a death: pages of a node's log, into the standard output."""
+def _report_retry(data: dict[str, Any], *_: object, **__: object) -> None:
+    """Replaces Ray's own report, which prints pages of a node's log to stdout."""
     if "retries remaining" in " ".join(data["lines"]):
-        tqdm.write("the worker or node of a run died; the run begins again", file=sys.stderr)
+        tqdm.write("the worker or node of a run died; the run is restarted", file=sys.stderr)
 
 
 def _import() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for --ray local
     try:
         import ray
     except ImportError as error:
         raise StudyError(f"{error.name} is missing; pip install 'cubegrad[ray]'") from None
-    # No option has it; where a Ray calls it otherwise this changes nothing.
-    ray._private.worker.print_to_stdstream = _hear
+    # There is no option for it; if another version of Ray renames it, this has no effect.
+    ray._private.worker.print_to_stdstream = _report_retry
     return ray
 
 
-def _options(address: str, luggage: Path | None) -> dict[str, Any]:
-    """Quiet, as the progress has the terminal."""
+def _options(address: str, code: Path | None) -> dict[str, Any]:
+    """Quiet: the terminal shows our progress."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "critical"}
     if address == "local":
         options["include_dashboard"] = False
-    if luggage is not None:
-        options["runtime_env"] = {"working_dir": str(luggage)}
+    if code is not None:
+        options["runtime_env"] = {"working_dir": str(code)}
     return options
 
 
-def _reach(address: str) -> str:
-    """The address, once a head has answered there. Ray's own attempt is long and loud."""
+def _check_address(address: str) -> str:
+    """Return the address once a head has answered. Ray's own attempt is slow and noisy."""
     if address == "auto" and os.environ.get("RAY_ADDRESS"):
         address = os.environ["RAY_ADDRESS"]
     if address in ("local", "auto"):
@@ -215,9 +215,9 @@ def _listens(address: str) -> bool:
 
 
 def _fault(address: str) -> str:
-    """What Ray says in place of the state of the cluster; nothing if it can tell that."""
+    """Why `ray status` fails at this address; empty if it succeeds."""
     if address.startswith("ray://"):
-        return ""  # Ray itself gives up in half a minute there, and says why
+        return ""  # there Ray itself gives up after half a minute, and says why
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=REACH, check=False)
@@ -225,27 +225,28 @@ def _fault(address: str) -> str:
         return f"no answer in {REACH} s"
     if done.returncode == 0:
         return ""
-    return "it asks for a token, see RAY_AUTH_MODE" if "AuthToken" in done.stderr else "not Ray's"
+    return "it requires a token, see RAY_AUTH_MODE" if "AuthToken" in done.stderr else "not Ray"
 
 
 def _line(error: Exception) -> str:
-    """What a library's error says, in one line."""
+    """The error's message on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C comes afterwards: in the middle, Ray would lose sight of what it has started.
+def _delayed_interrupts() -> Iterator[None]:
+    """Deliver Ctrl-C and SIGTERM afterwards.
 
-    So does a SIGTERM, for which Ray would set a handler of its own.
+    Ctrl-C during its start makes Ray lose track of the processes it has started, and Ray would
+    install its own handler for SIGTERM.
     """
-    came: list[int] = []
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in numbers}
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-    for number in came[:1]:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    for number in received[:1]:
         signal.raise_signal(number)

@@ -23,7 +23,7 @@ from cubegrad.study.workers import Machine
 
 
 def say(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # which may have no ±, and the runs are done by now
+    encoding = sys.stdout.encoding or "utf-8"  # may lack ±, no reason to fail after the runs
     sys.stdout.write(f"{text.encode(encoding, 'replace').decode(encoding)}\n")
     sys.stdout.flush()
 
@@ -55,15 +55,15 @@ def train(options: Namespace) -> None:
 
 def sweep(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
-        doing.search()
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
+        running.search()
 
 
 def compare(options: Namespace) -> None:
     plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as doing:
-        found = doing.search()
-        doing.repeat(found, options.seeds or plan.preset.seeds)
+    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
+        best = running.search()
+        running.repeat(best, options.seeds or plan.preset.seeds)
 
 
 def make_report(options: Namespace) -> None:
@@ -83,16 +83,16 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
 def _sweeping(
     options: Namespace, plan: Plan, machine: Machine | Cluster, reports: bool = False
 ) -> Iterator[Sweep]:
-    """A sweep with its directory held, broken records told of, and the bar closed at the end.
+    """Lock the directory, report broken records, yield the sweep, and close the bar at the end.
 
-    With `reports`, a sweep that ends well ends with its report, while the directory is still held.
+    With `reports`, a sweep that succeeds writes its report while the directory is still locked.
     """
     device, place = torch.device(plan.device), _place(options)
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
         machine.check(plan.problem, setup)
         runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
-        with runs.held():
+        with runs.locked():
             progress = Progress()
             for line in runs.repair():
                 progress.say(line)
@@ -100,7 +100,7 @@ def _sweeping(
             try:
                 yield Sweep(plan, runs, machine, progress)
             finally:
-                machine.close()  # while the directory is held: runs write into it
+                machine.close()  # before the lock is released: runs write into the directory
                 progress.close()
             if reports:
                 _report(runs)
@@ -220,8 +220,8 @@ def _result(record: Record) -> str:
     value = record.last(metric)
     space = "" if unit in ("", "%") else " "
     result = "diverged" if value is None else f"test {metric} {value:.6g}{space}{unit}"
-    found = record.last(ESTIMATED_LR)
-    lr = methods.lr_text(s.method, s.lr, None if found is None else s.lr * found)
+    estimate = record.last(ESTIMATED_LR)
+    lr = methods.lr_text(s.method, s.lr, None if estimate is None else s.lr * estimate)
     where = f"{s.problem}, {s.method}, lr {lr}, decay {s.decay:g}, seed {s.seed}"
     return (
         f"{where}: {result} after {len(record.curve['train_loss'])} epochs, {record.seconds:.1f} s"
@@ -231,7 +231,7 @@ def _result(record: Record) -> str:
 def _report(runs: Runs) -> None:
     records, broken = runs.load()
     for line in broken:
-        sys.stderr.write(f"{line}: left out; the command that made it runs it again\n")
+        sys.stderr.write(f"{line}: left out; rerun the command that wrote it\n")
     folder = runs.folder / "report"
     say(report.write(records.values(), folder, runs.commands()))
     say(

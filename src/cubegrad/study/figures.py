@@ -16,10 +16,10 @@ from cubegrad.study.methods import estimates
 from cubegrad.study.statistics import Estimate, Judge, Summary
 from cubegrad.study.styles import COLOURS, LINES, names, rows, style
 
-# Text stays text, and the same numbers give the same file.
+# Text is not converted to paths, and the same numbers give the same file.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
 
-LARGEST = 1e100  # that is drawn: matplotlib overflows long before a float does
+LARGEST = 1e100  # larger values are not drawn: matplotlib overflows long before a float does
 
 Draw = Callable[[Axes, Sequence[Summary]], None]
 
@@ -29,7 +29,7 @@ def _labels(summaries: Sequence[Summary]) -> dict[str, str]:
 
 
 def _literal(text: str) -> str:
-    """Between two dollars matplotlib would read a formula."""
+    """Escape dollars: matplotlib would read a formula between two of them."""
     return text.replace("$", r"\$")
 
 
@@ -42,7 +42,7 @@ def _drawable(value: float | None) -> float:
 
 
 class _Plain(LogFormatter):
-    """The labels that matplotlib chooses for a logarithmic axis, as 0.2 in place of 2 x 10^-1."""
+    """Labels a logarithmic axis where matplotlib would, but with 0.2 instead of 2 x 10^-1."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
@@ -62,7 +62,7 @@ def draw_curves(
 
 
 def _positive(points: Iterable[Estimate]) -> bool:
-    """Whether a logarithmic axis can show them: a log-likelihood may be below 0."""
+    """Whether a logarithmic axis can show them; a log-likelihood may be negative."""
     means = [_drawable(point.mean) for point in points]
     return not all(map(math.isnan, means)) and not any(mean <= 0 for mean in means)
 
@@ -77,7 +77,7 @@ def _draw_curve(axes: Axes, curve: Sequence[Estimate], label: str, index: int, l
 
 
 def _with_lr(label: str, method: str, lr: float) -> str:
-    """What estimates its learning rate says so in its name; a factor is then news, a 1 is not."""
+    """Append the lr, or the factor of an estimated one unless it is 1."""
     if estimates(method):
         return label if lr == 1 else f"{label}, factor {lr:g}"
     return f"{label}, lr {lr:g}"
@@ -104,7 +104,7 @@ def draw_test(
 ) -> None:
     draw_curves(axes, summaries, judge.metric, styles, log=False)
     axes.set_ylabel(f"test {_measure(judge, unit)}")
-    # The climb of the first quarter would flatten what is to be compared.
+    # Without the first quarter, whose climb would flatten the differences at the end.
     curves = [summary.curves.get(judge.metric, []) for summary in summaries]
     late = [_drawable(point.mean) for curve in curves for point in curve[len(curve) // 4 :]]
     late += [end for curve in curves if curve for end in _band(curve[-1])]
@@ -115,7 +115,7 @@ def draw_test(
 
 
 def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:  # matplotlib warns of an empty one
+    if axes.get_legend_handles_labels()[0]:  # matplotlib warns about an empty legend
         axes.legend(frameon=False, fontsize=9)
 
 
@@ -130,15 +130,15 @@ def draw_lrs(
 ) -> None:
     """The metric of the search by learning rate; a cross at the bottom is a diverged run.
 
-    What estimates its learning rate has no place on that axis: its result is a level, unless
-    nothing else is there and the axis can be its factors.
+    A method that estimates its learning rate is a horizontal line. If all methods do, the axis
+    shows their factors instead.
     """
     labels = _labels(summaries)
     factors = all(estimates(summary.method) for summary in summaries)
     for summary in summaries:
         index = styles[summary.entry]
         if estimates(summary.method) and not factors:
-            _draw_level(axes, summary, labels[summary.entry], index)
+            _draw_horizontal(axes, summary, labels[summary.entry], index)
             continue
         points = [(lr, value) for lr, value in summary.lr_curve if 1 / LARGEST <= lr <= LARGEST]
         known = [(lr, value) for lr, value in points if not math.isnan(_drawable(value))]
@@ -168,16 +168,16 @@ def draw_lrs(
     _legend(axes)
 
 
-def _draw_level(axes: Axes, summary: Summary, label: str, index: int) -> None:
+def _draw_horizontal(axes: Axes, summary: Summary, label: str, index: int) -> None:
     for lr, value in summary.lr_curve:
-        level = _drawable(value)
-        if summary.best is not None and lr == summary.best[0] and not math.isnan(level):
+        height = _drawable(value)
+        if summary.best is not None and lr == summary.best[0] and not math.isnan(height):
             label = _with_lr(label, summary.method, lr)
-            axes.axhline(level, linestyle=LINES[index], color=COLOURS[index], label=label)
+            axes.axhline(height, linestyle=LINES[index], color=COLOURS[index], label=label)
 
 
 def visible(curves: Sequence[Sequence[float]], higher_is_better: bool) -> tuple[float, float]:
-    """The better three quarters, and two points of every curve.
+    """Limits that show the better three quarters of all points, and two of every curve.
 
     One rate that learns nothing would flatten the rest.
     """
@@ -196,7 +196,7 @@ def _name_row(axes: Axes, line: Sequence[Summary], several: bool) -> None:
 
 
 def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
-    """The whole figure: a row a schedule, test left and training right."""
+    """The whole figure: one row per schedule, test left and training right."""
     lines, styles = rows(summaries), style(summaries)
     figure = Figure(figsize=(10, 4 * len(lines) + 0.4), layout="constrained")
     panels = figure.subplots(len(lines), 2, squeeze=False)
@@ -209,7 +209,7 @@ def curves(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) ->
 
 
 def lr_figure(summaries: Sequence[Summary], judge: Judge, unit: str, title: str) -> Figure:
-    """A panel a row of `curves`."""
+    """One panel per row of `curves`."""
     lines, styles = rows(summaries), style(summaries)
     draw = partial(draw_lrs, judge=judge, unit=unit, styles=styles)
     return _stacked(lines, draw, len(lines) > 1, title)
@@ -225,7 +225,7 @@ def _stacked(lines: Sequence[Sequence[Summary]], draw: Draw, several: bool, titl
 
 
 def draw_estimates(axes: Axes, summaries: Sequence[Summary], styles: dict[str, int]) -> None:
-    """Estimated learning rates before the schedule, and the best of MADGRAD's search beside."""
+    """Estimated learning rates before the schedule, and the best of MADGRAD's search."""
     labels = _labels(summaries)
     log = _positive(point for summary in summaries for point in summary.estimated_lr())
     for summary in summaries:
@@ -242,22 +242,22 @@ def draw_estimates(axes: Axes, summaries: Sequence[Summary], styles: dict[str, i
 
 
 def estimated(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """The rows of `curves` in which something estimates its learning rate."""
+    """The rows of `curves` that have a method which estimates its learning rate."""
     return [line for line in rows(summaries) if any(s.estimated_lr() for s in line)]
 
 
 def estimate_figure(summaries: Sequence[Summary], title: str) -> Figure:
-    """A panel a row of `estimated`."""
+    """One panel per row of `estimated`."""
     draw = partial(draw_estimates, styles=style(summaries))
     return _stacked(estimated(summaries), draw, len(rows(summaries)) > 1, title)
 
 
 def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[list[Figure]]:
-    """By row: test, training, learning rates and, where there are such, estimated ones.
+    """By row: test, training, learning rates and, if any, estimated learning rates.
 
-    Each is a figure of its own, for a narrow page.
+    Each is its own figure, so that a page can wrap them.
     """
-    lines, styles, made = rows(summaries), style(summaries), []
+    lines, styles, result = rows(summaries), style(summaries), []
     draws: list[Draw] = [
         partial(draw_test, judge=judge, unit=unit, styles=styles),
         partial(draw_train, styles=styles),
@@ -271,20 +271,20 @@ def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[list[F
             axes = figure.subplots()
             draw(axes, line)
             _name_row(axes, line, len(lines) > 1)
-        made.append(figures)
-    return made
+        result.append(figures)
+    return result
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As PNG and as SVG."""
+    """Save as PNG and as SVG."""
     with mpl.rc_context(STYLE):
-        # Not with_suffix, which would cut "net1.5-curves" at its dot.
+        # Not with_suffix, which would cut "net1.5-curves" at the dot.
         figure.savefig(path.with_name(f"{path.name}.png"), dpi=150)
         figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
 
 
 def inline(figure: Figure) -> str:
-    """The <svg> element alone, as wide as its place."""
+    """The <svg> element alone, for embedding in a page."""
     text = io.StringIO()
     with mpl.rc_context(STYLE):
         figure.savefig(text, format="svg", metadata={"Date": None})

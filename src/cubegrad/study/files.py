@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, whatever the disk does."""
+"""Files are written completely or not at all, even if the disk fails."""
 
 import contextlib
 import os
@@ -12,20 +12,20 @@ from cubegrad.study.problem import StudyError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A full disk or a read-only folder becomes a StudyError."""
+    """Turn an OSError, such as a full disk or a read-only folder, into a StudyError."""
     try:
         yield
     except OSError as error:
         raise StudyError(
             f"{path} cannot be written ({error.strerror or error}); free space or make it "
-            "writable, and the same command goes on where it was"
+            "writable, then run the same command again to resume"
         ) from None
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once it is whole; on a failure nothing changes."""
-    # Not the process's number, which those of two nodes may share.
+    """A temporary file that replaces `path` on success; a failure changes nothing."""
+    # Not the process id: processes on two nodes may have the same.
     scratch = path.with_suffix(f".tmp{uuid.uuid4().hex}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file and sync; on a failure the file is as it was before."""
+    """Append and sync; a failure leaves the file unchanged."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -48,15 +48,15 @@ def append(path: Path, data: bytes) -> None:
             before = os.fstat(file.fileno()).st_size
             rest = memoryview(data)
             try:
-                while rest:  # the last bytes of a disk take a part of it, without an error
+                while rest:  # a nearly full disk writes only a part, without an error
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             except BaseException as error:
-                # Ctrl-C while it syncs finds a whole line, which is worth keeping.
+                # On Ctrl-C during the sync the data is complete, so it stays.
                 if rest or isinstance(error, OSError):
                     file.truncate(before)
                 raise
-        if new and os.name == "posix":  # the file's name has to survive a power cut too
+        if new and os.name == "posix":  # so that the directory entry survives a power cut too
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)

@@ -1,5 +1,6 @@
-"""A batch's loss and gradients as one CUDA graph: one launch, where a step has a thousand kernels
-too short to keep a GPU busy while the host launches the next.
+"""A batch's loss and gradients as one CUDA graph, launched at once.
+
+Without it a step launches a thousand kernels, each shorter than the launch of the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 WARM_UP = 3  # steps, in which cuDNN and Triton choose their kernels and cuFFT makes its plans
 
-Loss = Callable[..., Tensor]  # of a model and the tensors of a batch
+Loss = Callable[..., Tensor]  # (model, *tensors of a batch)
 
 
 class GraphedStep:
@@ -20,7 +21,7 @@ class GraphedStep:
         self.model = model
         self.loss = loss
         self.full = full  # the size of all batches but the last
-        self.rest = rest or loss  # of the last batch, which is not worth a second compilation
+        self.rest = rest or loss  # for the smaller last batch, not worth a second compilation
         self.captured: dict[int, Captured] = {}
 
     def __call__(self, optimizer: Optimizer, batch: Sequence[Tensor]) -> Tensor:
@@ -34,7 +35,7 @@ class GraphedStep:
 
 
 class Captured:
-    """The graph of batches of one shape. A replay leaves the gradients in the parameters."""
+    """The graph for batches of one shape. A replay leaves the gradients in the parameters."""
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> None:
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -42,7 +43,7 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        chosen = torch.backends.cudnn.benchmark
+        benchmark = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
         try:
             with torch.cuda.stream(stream):
@@ -51,18 +52,18 @@ class Captured:
                 self.loss = loss(model, *self.batch)
                 self.loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            torch.backends.cudnn.benchmark = chosen
+            torch.backends.cudnn.benchmark = benchmark
         self.loss = self.loss.detach()
         self.grads = [param.grad for param in self.params]
         torch.cuda.current_stream().wait_stream(stream)
 
     def _warm_up(self, model: nn.Module, loss: Loss) -> None:
-        """Steps that leave no trace: the running means are put back, the gradients dropped."""
+        """Run steps without lasting effect: buffers are restored, gradients dropped."""
         kept = [buffer.clone() for buffer in model.buffers()]
         for _ in range(WARM_UP):
             self._drop_gradients()
             loss(model, *self.batch).backward()  # type: ignore[no-untyped-call]
-        self._drop_gradients()  # the graph's own must be new, so that it writes and never adds
+        self._drop_gradients()  # so that the graph writes gradients instead of adding to them
         for buffer, value in zip(model.buffers(), kept, strict=True):
             buffer.copy_(value)
 
@@ -74,7 +75,7 @@ class Captured:
         for own, given in zip(self.batch, batch, strict=True):
             own.copy_(given)
         self.graph.replay()
-        if self.params[0].grad is not self.grads[0]:  # another shape's were the last
+        if self.params[0].grad is not self.grads[0]:  # the last replay was of another shape
             for param, grad in zip(self.params, self.grads, strict=True):
                 param.grad = grad
         return self.loss.clone()

@@ -1,4 +1,4 @@
-"""The values that are tried: a grid without ends, its parts, and how it grows. Pure."""
+"""The values that a search tries: an infinite grid, ranges of it, and how they grow. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -16,31 +16,31 @@ class Grid:
     mantissas: tuple[float, ...] = (1.0, 2.5, 5.0)
     base: int = 10
 
-    def value(self, rung: int) -> float:
-        power, place = divmod(rung, len(self.mantissas))
+    def value(self, index: int) -> float:
+        power, mantissa = divmod(index, len(self.mantissas))
         if self.base == 10:
-            return float(f"{self.mantissas[place]}e{power}")  # 2.5e-4 as a reader would write it
-        return math.ldexp(self.mantissas[place], power) if power < 1024 else math.inf
+            return float(f"{self.mantissas[mantissa]}e{power}")  # the same float as 2.5e-4
+        return math.ldexp(self.mantissas[mantissa], power) if power < 1024 else math.inf
 
-    def rung_below(self, value: float) -> int:
-        """Of the largest value < `value`."""
-        rung = math.ceil(math.log(value, self.base) + 1) * len(self.mantissas)
-        while self.value(rung) >= value:
-            rung -= 1
-        return rung
+    def index_below(self, value: float) -> int:
+        """The index of the largest grid value < `value`."""
+        index = math.ceil(math.log(value, self.base) + 1) * len(self.mantissas)
+        while self.value(index) >= value:
+            index -= 1
+        return index
 
     def above(self, value: float) -> float:
-        rung = self.rung_below(value) + 1
-        return self.value(rung + (self.value(rung) == value))
+        index = self.index_below(value) + 1
+        return self.value(index + (self.value(index) == value))
 
     def below(self, value: float) -> float:
-        return self.value(self.rung_below(value))
+        return self.value(self.index_below(value))
 
     def between(self, low: float, high: float) -> list[float]:
-        rung, values = self.rung_below(low) + 1, []
-        while (value := self.value(rung)) <= high:
+        index, values = self.index_below(low) + 1, []
+        while (value := self.value(index)) <= high:
             values.append(value)
-            rung += 1
+            index += 1
         return values
 
 
@@ -58,7 +58,7 @@ def parse_values(text: str, grid: Grid, name: str) -> tuple[float, ...]:
     """Values and ranges of the grid, as in `0,1e-5..1e-3`."""
     values: set[float] = set()
     for part in text.split(","):
-        if "..." in part:  # float would take the third dot for that of .1e-1
+        if "..." in part:  # else 1e-4...1e-1 would mean 1e-4 to 0.1e-1
             raise StudyError(f"--{name} {part} has three dots; use two, as in 1e-4..1e-1")
         low, dots, high = part.partition("..")
         first = _number(low, name)
@@ -73,14 +73,13 @@ def parse_values(text: str, grid: Grid, name: str) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def grown(
+def next_value(
     tried: Sequence[float], best: float | None, first: Sequence[float], grid: Grid, limit: int
 ) -> float | None:
-    """The next value beside the best one, if that lies on an edge; None if it does not.
+    """The grid value beyond the best one if that is the smallest or largest tried; else None.
 
-    None also if only one value was asked for, at an edge 0 (nothing lies below), and once `limit`
-    values stand beyond that edge of the first grid. With no best value, as all diverged, it grows
-    downwards.
+    None too if the first grid has one value, if the best is 0, and once `limit` values have been
+    added beyond that end of the first grid. `best=None`, as all runs diverged, extends downwards.
     """
     if len(first) < 2:
         return None
@@ -104,7 +103,7 @@ def _number(text: str, name: str) -> float:
     except ValueError:
         raise StudyError(f"--{name} {text!r} is not a number; use 1e-4..1e-1 or 0.1,0.2") from None
     if LARGEST < value < math.inf:
-        raise StudyError(f"--{name} {text} is more than a float32 holds; use 1e-3")
+        raise StudyError(f"--{name} {text} is too large for a float32; use 1e-3")
     if not 0 <= value < math.inf:
         raise StudyError(f"--{name} {text} must be >= 0 and finite; use 1e-3")
     return value

@@ -1,4 +1,4 @@
-"""The optimizers that are compared, and what the paper says of them, as data."""
+"""The compared optimizers, and the paper's settings and results, as data."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,9 +19,9 @@ Make = Callable[..., Optimizer]
 
 class Method(NamedTuple):
     label: str
-    make: Make  # of parameters, lr and weight_decay
-    lrs: tuple[float, float]  # the first grid, unless the problem knows better
-    estimates: bool = False  # finds its learning rate itself; `lr` is then a factor of that
+    make: Make  # (params, lr=, weight_decay=)
+    lrs: tuple[float, float]  # range of the first grid, unless the preset has its own
+    estimates: bool = False  # estimates its learning rate; `lr` is a factor of the estimate
 
 
 METHODS: dict[str, Method] = {
@@ -44,7 +44,7 @@ METHODS: dict[str, Method] = {
     ),
     "weighted-numerator": Method("weighted numerator", family.WeightedNumerator, (1e-4, 1e-2)),
     "family-madgrad": Method("MADGRAD (family)", family.MADGRAD, (1e-4, 1e-2)),
-    # The theorems' G is a bound no one has for a network; 1 is of the size of a large gradient.
+    # The bound G of the theorems is unknown for a network; 1 is the size of a large gradient.
     "theoretical-madgrad": Method(
         "theoretical MADGRAD", partial(family.TheoreticalMADGRAD, grad_bound=1.0), (1e-2, 1.0)
     ),
@@ -63,21 +63,21 @@ def make(name: str, params: Iterable[Tensor], lr: float, decay: float) -> Optimi
 
 
 def estimates(name: str) -> bool:
-    """Also of a name that only another version knows, as a record may have."""
+    """Whether it estimates its learning rate. A record may name a method of another version."""
     return name in METHODS and METHODS[name].estimates
 
 
-def lr_text(name: str, lr: float, found: float | None = None) -> str:
-    """`0.025`; of a method that estimates it `auto (→ 0.0123)`, with a factor `2 × auto (→ …)`."""
+def lr_text(name: str, lr: float, estimate: float | None = None) -> str:
+    """`0.025`; for a method that estimates it `auto (→ 0.0123)`, or `2 × auto (→ …)`."""
     if not estimates(name):
         return f"{lr:g}"
     factor = "" if lr == 1 else f"{lr:g} × "
-    return f"{factor}auto" + ("" if found is None else f" (→ {found:.3g})")
+    return f"{factor}auto" + ("" if estimate is None else f" (→ {estimate:.3g})")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method under a schedule: one line of a figure."""
+    """A method under a schedule: one curve of a figure."""
 
     method: str
     schedule: str
@@ -86,7 +86,7 @@ class Entry:
         return f"{self.method}@{self.schedule}"
 
     def lrs(self, preset: Preset) -> tuple[float, float]:
-        """Where the search starts; under a/√(i+b), with the same rates at the first step."""
+        """The range of the first grid; under a/√(i+b) scaled to the same rate at the first step."""
         low, high = preset.lrs.get(self.method, METHODS[self.method].lrs)
         name, _, b = self.schedule.partition(":")
         scale = math.sqrt(float(b)) if name == "sqrt" else 1.0
@@ -94,7 +94,7 @@ class Entry:
 
 
 def entry(text: str, preset: Preset) -> Entry:
-    """`madgrad`, or `madgrad@flat`; `staged` is the preset's tenthing, or the paper's."""
+    """Parse `madgrad` or `madgrad@flat`; `@staged` is the preset's tenthing, or the paper's."""
     name, _, schedule = text.strip().partition("@")
     if name not in METHODS:
         raise StudyError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
@@ -107,7 +107,7 @@ def entry(text: str, preset: Preset) -> Entry:
 
 PAPER_STAGES = "tenthing:50%-75%"  # epochs 150 and 225 of 300
 
-# Figures of the paper beside the main ones, as the rows of a comparison.
+# The paper's further figures, as rows of entries.
 FIGURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dual-averaging": (
         ("da@flat", "adagrad-da@flat", "adagrad@flat", "sgd-plain@flat"),
@@ -129,7 +129,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], ...]] = {
 class PaperSetting(NamedTuple):
     lr: float
     decay: float
-    result: float | None = None  # at the end, where the text has a number
+    result: float | None = None  # final, if the text gives it
 
 
 class PaperProblem(NamedTuple):
@@ -140,7 +140,7 @@ class PaperProblem(NamedTuple):
     batch: str
     schedule: str
     seeds: int
-    result: str  # what the numbers of `best` are, and what else the text has
+    result: str  # what the results in `best` are, or what the text gives instead
     best: dict[str, PaperSetting]
 
 

@@ -1,4 +1,4 @@
-"""What a node of a cluster is told, and does: an order in, a record out."""
+"""What runs on a node of a cluster: an `Order` in, a `Record` out."""
 
 import contextlib
 import os
@@ -20,26 +20,26 @@ from cubegrad.study.files import writing
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record, Settings
 
-MARK = "mark.tmp"  # a name that `Runs.repair` clears away, after a kill
+MARKER = "mark.tmp"  # `Runs.repair` deletes *.tmp after a kill
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a node is told of one run."""
+    """One run for a node."""
 
     problem: str
     settings: Settings
     place: train.Place
     checkpoint: Path
-    mark: str  # what the node finds beside the checkpoint, if it sees the same folder
+    marker: str  # content of the file MARKER beside the checkpoint, if the folder is shared
     version: str = cubegrad.__version__
 
 
-def tally() -> type:
-    """How many epochs each run has passed: an actor, as nodes share no memory."""
+def epoch_counter() -> type:
+    """An actor class that counts each run's epochs: nodes share no memory."""
 
-    # A local class travels as code, and so its process has no need to import torch.
-    class Tally:
+    # Ray pickles a local class by value, so the actor's process need not import torch.
+    class EpochCounter:
         def __init__(self) -> None:
             self.epochs: dict[str, int] = {}
 
@@ -49,35 +49,36 @@ def tally() -> type:
         def all(self) -> dict[str, int]:
             return self.epochs
 
-    return Tally
+    return EpochCounter
 
 
-def work(order: Order, counts: Any) -> Record | str:
-    """On a node: the record, or what a user has to mend. What is raised is a bug, or a death."""
-    settings, passed, told = order.settings, 0, time.monotonic()
+def work(order: Order, counter: Any) -> Record | str:
+    """Train on this node. Returns the record, or the message of an error that the user can fix."""
+    settings, passed, last_report = order.settings, 0, time.monotonic()
 
     def tick() -> None:
-        nonlocal passed, told
+        nonlocal passed, last_report
         passed += 1
-        if time.monotonic() - told >= 1:  # epochs of milliseconds would flood it
-            told = time.monotonic()
-            counts.at.remote(settings.key, passed)
+        if time.monotonic() - last_report >= 1:  # epochs of milliseconds would flood the actor
+            last_report = time.monotonic()
+            counter.at.remote(settings.key, passed)
 
     try:
         problem = find(order.problem, order.version, settings.device)
-        # A run that begins again on another node finds its checkpoint in a shared folder alone.
-        checkpoint = order.checkpoint if sees(order.checkpoint.parent, order.mark) else None
+        # A run restarted on another node can resume only if the folder is shared.
+        checkpoint = order.checkpoint if is_shared(order.checkpoint.parent, order.marker) else None
         return train.run(problem, settings, order.place, checkpoint, tick)
     except StudyError as error:
         return str(error)
     except torch.OutOfMemoryError:
         return (
             "a GPU has too little memory for its runs; "
-            "the same command goes on where it was, with more --gpus-per-run"
+            "run the same command again to resume, with a larger --gpus-per-run"
         )
 
 
 def check(problem: str, setup: Setup, version: str) -> str | None:
+    """Check the data on this node. Returns the error message, if any."""
     try:
         check = find(problem, version, setup.device.type).check_data
         if check is not None:
@@ -90,8 +91,8 @@ def check(problem: str, setup: Setup, version: str) -> str | None:
 def find(problem: str, version: str, device: str) -> Problem:
     if cubegrad.__version__ != version:
         raise StudyError(
-            f"a node has cubegrad {cubegrad.__version__} and the sweep is of {version}; "
-            "install the same on every node"
+            f"a node has cubegrad {cubegrad.__version__} and the sweep uses {version}; "
+            "install the same version on every node"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise StudyError(
@@ -101,27 +102,27 @@ def find(problem: str, version: str, device: str) -> Problem:
 
 
 @contextlib.contextmanager
-def marked(folder: Path) -> Iterator[str]:
-    """Leave a word that only those can read who see this very folder, and not one of its name."""
-    mark = uuid.uuid4().hex
+def marker(folder: Path) -> Iterator[str]:
+    """Write a marker file, by which nodes detect whether they share this folder."""
+    text = uuid.uuid4().hex
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARK).write_text(mark)
+        (folder / MARKER).write_text(text)
     try:
-        yield mark
+        yield text
     finally:
-        (folder / MARK).unlink(missing_ok=True)
+        (folder / MARKER).unlink(missing_ok=True)
 
 
-def sees(folder: Path, mark: str) -> bool:
+def is_shared(folder: Path, text: str) -> bool:
     try:
-        return (folder / MARK).read_text() == mark and os.access(folder, os.W_OK)
+        return (folder / MARKER).read_text() == text and os.access(folder, os.W_OK)
     except OSError:
         return False
 
 
 def name(problem: str) -> str:
-    """What a node calls the problem: a file's module travels, its path does not."""
+    """The problem's name on a node: a file becomes a module, as nodes lack the path."""
     if ":" not in problem:
         return problem
     module, function, _ = catalogue.load(problem)
@@ -129,16 +130,16 @@ def name(problem: str) -> str:
 
 
 def pack(problem: str, folder: Path) -> Path | None:
-    """Copy a user's own module, with the Python files and packages beside it, for the nodes.
+    """Copy a user's own module, and the Python files and packages beside it, for the nodes.
 
-    Nothing else of its folder travels: data and runs may be gigabytes. What is installed here is
-    to be installed there.
+    Nothing else in its folder is copied: data and runs may be gigabytes. Installed packages must
+    be installed on the nodes too.
     """
-    if ":" not in problem or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # `ray job submit` packed
+    if ":" not in problem or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # by `ray job submit`
         return None
     module, _, _ = catalogue.load(problem)
     top = sys.modules[module.partition(".")[0]]
-    within = getattr(top, "__path__", None)  # of a package
+    within = getattr(top, "__path__", None)  # only packages have one
     home = Path(within[0] if within else str(top.__file__)).resolve().parent
     if any(home == Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")):
         return None
@@ -147,7 +148,7 @@ def pack(problem: str, folder: Path) -> Path | None:
             shutil.copy(path, folder)
         elif (path / "__init__.py").is_file():
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-    if within and top.__file__ is None:  # a plain folder: who knows what else is in it
+    if within and top.__file__ is None:  # no __init__.py, so it may hold anything: copy *.py only
         for path in Path(within[0]).resolve().rglob("*.py"):
             (folder / path.relative_to(home)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, folder / path.relative_to(home))

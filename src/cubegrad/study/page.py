@@ -1,4 +1,4 @@
-"""The report as one page that needs nothing beside it. Every text of a record is escaped here."""
+"""The report as one self-contained page. All text from records is escaped here."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -9,39 +9,39 @@ from cubegrad.study import figures
 
 
 def section(
-    name: str, rows: Sequence[Sequence[str]], lines: Sequence[str], drawn: list[list[Figure]]
+    name: str, rows: Sequence[Sequence[str]], notes: Sequence[str], panels: list[list[Figure]]
 ) -> str:
-    """One experiment: its table, its notes, and what `figures.panels` has drawn."""
-    shapes = "".join(_pair(row[:2]) for row in drawn)
-    rates = _pair(row[2] for row in drawn)
-    found = [figure for row in drawn for figure in row[3:]]
-    if found:
+    """One experiment: its table, its notes, and the `figures.panels`."""
+    curves = "".join(_pair(row[:2]) for row in panels)
+    rates = _pair(row[2] for row in panels)
+    estimates = [figure for row in panels for figure in row[3:]]
+    if estimates:
         rates += (
-            "<p>A level line is a method that estimates its learning rate.</p>"
+            "<p>A horizontal line is a method that estimates its learning rate.</p>"
             "<h2>The estimated learning rate</h2>"
-            "<p>After each epoch, before the schedule. A dashed level is the best of MADGRAD's "
-            f"search.</p>{_pair(found)}"
+            "<p>After each epoch, before the schedule. A dashed line is the best rate of MADGRAD's "
+            f"search.</p>{_pair(estimates)}"
         )
     cells = [[html.escape(cell) for cell in row] for row in rows]
     head = "".join(f"<th>{cell}</th>" for cell in cells[0])
     body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells[1:])
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    texts = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
         f"<h1>{html.escape(name)}</h1>"
         f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
         f"<h2>Test, and training loss</h2><p>Bands are ± 2 standard errors.</p>"
-        f"{shapes}"
+        f"{curves}"
         f"<h2>How much the learning rate matters</h2>"
         f"<p>The runs of the search at each method's best decay; a cross is a diverged run. A line "
         f"that leaves the plot goes on to worse values.</p>"
-        f"{rates}{said}"
+        f"{rates}{texts}"
     )
 
 
-def _pair(drawn: Iterable[Figure]) -> str:
-    """Side by side where there is room, else below each other."""
-    shapes = "".join(f"<figure>{figures.inline(figure)}</figure>" for figure in drawn)
-    return f'<div class="pair">{shapes}</div>'
+def _pair(panels: Iterable[Figure]) -> str:
+    """Side by side if there is room, else stacked."""
+    cells = "".join(f"<figure>{figures.inline(figure)}</figure>" for figure in panels)
+    return f'<div class="pair">{cells}</div>'
 
 
 def page(sections: Sequence[str], commands: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ A problem of your own is a function without arguments that returns a `Problem`:
         inputs, targets = my_data(setup.data, hold_out=setup.hold_out)
         model = MyModel().to(setup.device)           # torch is seeded with setup.seed before
 
-        def batches(epoch: int) -> Iterator[Any]:    # the same batches whenever it is asked
+        def batches(epoch: int) -> Iterator[Any]:    # depends on (seed, epoch) only
             generator = torch.Generator().manual_seed(1000 * setup.seed + epoch)
             for index in torch.randperm(len(inputs), generator=generator).split(setup.preset.batch):
                 yield inputs[index], targets[index]
@@ -17,7 +17,7 @@ A problem of your own is a function without arguments that returns a `Problem`:
         return Problem("mine", "my net on my data", build, {"cpu": Preset(epochs=5, batch=64)},
                        metric="accuracy", higher_is_better=True)
 
-`cubegrad compare my_module:my_problem` then finds learning rates for it and reports.
+`cubegrad compare my_module:my_problem` then searches learning rates for it and reports.
 """
 
 import importlib
@@ -36,11 +36,11 @@ Split = Literal["train", "valid", "test"]
 
 
 class StudyError(Exception):
-    """What a user can mend. Its message is one line: what is wrong, and the remedy."""
+    """An error that the user can fix. Its message is one line: what is wrong, and the remedy."""
 
 
 def check_name(name: object, what: str) -> None:
-    """Names of problems and presets become names of files and folders, on any system."""
+    """Names of problems and presets become file names, which must work on any system."""
     if (
         not isinstance(name, str)
         or not name.isprintable()
@@ -50,13 +50,13 @@ def check_name(name: object, what: str) -> None:
         or not 0 < len(name.encode()) <= 100
     ):
         raise StudyError(
-            f"the name {name!r} of a {what} must be 1 to 100 characters that a file may be called, "
+            f"the name {name!r} of a {what} must be 1 to 100 characters valid in a file name, "
             'not starting with "."; use letters, digits, "-" and "_"'
         )
 
 
 def optional(module: str) -> Any:
-    """A library that one problem needs and `cubegrad problems` does not."""
+    """Import a library that only some problems need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -65,20 +65,20 @@ def optional(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Preset:
-    """How long and with what a problem is run at one size, and where its search starts."""
+    """One size of a problem: length, methods, options, and where the search starts."""
 
     epochs: int
     batch: int
     schedule: str = "flat"  # see cubegrad.study.schedules
     methods: tuple[str, ...] = ("madgrad", "sgd", "adam", "adagrad")
-    seeds: int = 5  # of each method's best setting
+    seeds: int = 5  # for each method's best setting
     decays: tuple[float, ...] = (0.0,)
-    # By method, the ends of the first grid of learning rates; the search widens it by itself.
+    # By method, the range of the first grid of learning rates, which the search widens as needed.
     lrs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     grid: str = "1,2.5,5"
-    threads: int = 1  # of one run on a CPU, however many run at once: sums round alike
-    size: str = ""  # for `cubegrad problems`: model and parameters, in a few words
-    options: Mapping[str, Any] = field(default_factory=dict)  # whatever `build` needs beside
+    threads: int = 1  # per run on a CPU, however many run at once: sums then round alike
+    size: str = ""  # model and parameters in a few words, for `cubegrad problems`
+    options: Mapping[str, Any] = field(default_factory=dict)  # anything else `build` needs
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "seeds", "threads"):
@@ -96,33 +96,33 @@ class Preset:
 
 @dataclass(frozen=True)
 class Setup:
-    """What one run is built from."""
+    """The arguments of `Problem.build`, for one run."""
 
     preset: Preset
     seed: int
     device: torch.device
-    data: Path  # where data sets lie
-    hold_out: bool = False  # train without a part of the training set, which is split "valid"
-    download: bool = False  # data may be fetched
+    data: Path  # the folder of data sets
+    hold_out: bool = False  # keep part of the training set as the split "valid"
+    download: bool = False  # may fetch data
 
 
 @dataclass
 class Task:
     """One run's model and data.
 
-    The global random state of torch is seeded from (seed, epoch) before each epoch, so a run that
-    was killed goes on with the same numbers as long as `batches` depends on the epoch alone.
+    Torch's global generator is seeded from (seed, epoch) before each epoch, so a resumed run gives
+    the same numbers if `batches` depends on the epoch alone.
     """
 
     model: nn.Module
     batches: Callable[[int], Iterable[Any]]  # of an epoch, counted from 0
     loss: Callable[[nn.Module, Any], Tensor]  # mean over the batch; autocast belongs in here
     evaluate: Callable[[nn.Module, Split], dict[str, float]]  # "test", and "valid" if held out
-    steps_per_epoch: int  # an epoch is what lies between two evaluations
-    # In place of zero_grad, loss, backward, step: for loss scaling, clipping, graphs. Returns the
-    # loss, detached.
+    steps_per_epoch: int  # between two evaluations
+    # Replaces zero_grad, loss, backward, step, for loss scaling, clipping, graphs. Returns the
+    # detached loss.
     step: Callable[[Optimizer, Any], Tensor] | None = None
-    # What `step` keeps beside model and optimizer, such as a GradScaler: saved in checkpoints.
+    # Further state of `step`, such as a GradScaler, by name; saved in checkpoints.
     keeps: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -135,9 +135,9 @@ class Problem:
     metric: str = "loss"  # a key of what `Task.evaluate` returns; ties go to the lower "loss"
     higher_is_better: bool = False
     unit: str = ""  # of the metric: "%"
-    beside: tuple[str, ...] = ()  # what else `evaluate` returns that belongs into the tables
+    beside: tuple[str, ...] = ()  # further metrics for the tables
     data: str = "none"  # where the data comes from, for `cubegrad problems`
-    paper: str = ""  # its name among the paper's problems, see cubegrad.study.methods
+    paper: str = ""  # its key in cubegrad.study.methods.PAPER
     check_data: Callable[[Setup], None] | None = None  # raises StudyError, before any run
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What processes that work for a run have in common, whatever they do."""
+"""What worker processes have in common: cores, interrupts, and the death of their parent."""
 
 import contextlib
 import multiprocessing.process
@@ -9,17 +9,18 @@ from collections.abc import Iterator
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def die_with_parent() -> None:
-    """In a worker: one whose parent was killed would go on for hours beside the one that resumes.
+    """Called in a worker: exit when the parent does.
 
-    Torch has its own workers look whether their parent lives, but where they come from a fork
-    server that is the server, which lives as long as they do.
+    Otherwise it would run on for hours after its parent was killed, beside the run that resumes.
+    Torch's data workers watch their parent process, but with a fork server that is the server,
+    which lives as long as they do.
     """
     parent = multiprocessing.process.parent_process()
     if parent is not None:
@@ -33,7 +34,7 @@ def _die_after(parent: multiprocessing.process.BaseProcess) -> None:
 
 @contextlib.contextmanager
 def no_interrupts() -> Iterator[None]:
-    """Processes started meanwhile never see Ctrl-C, not even while they import torch."""
+    """Processes started in this context ignore Ctrl-C, even while they import torch."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

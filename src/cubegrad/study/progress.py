@@ -1,4 +1,4 @@
-"""How far a sweep is: a bar with the time left in a terminal, plain lines in a log."""
+"""Progress of a sweep: a bar with the time left on a terminal, plain lines in a log."""
 
 import sys
 import time
@@ -16,14 +16,14 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts epochs, as runs of one sweep are equally long in them."""
+    """Counts epochs: all runs of a sweep have the same number."""
 
     def __init__(self, stream: TextIO | None = None, every: float = 10.0) -> None:
         self.stream = stream or sys.stderr
         self.every = every
         self.runs = self.total_runs = self.passed = self.total = 0
-        self.start = self.told = time.monotonic()
-        self.first: tuple[float, int] | None = None  # time and epochs when the first ones were done
+        self.start = self.last_line = time.monotonic()
+        self.first: tuple[float, int] | None = None  # time and epochs of the first update
         terminal = self.stream.isatty()
         self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
 
@@ -40,14 +40,14 @@ class Progress:
             self.first = time.monotonic(), self.passed
         if self.bar is not None:
             self.bar.update(count)
-        elif time.monotonic() - self.told >= self.every:
-            self.told = time.monotonic()
+        elif time.monotonic() - self.last_line >= self.every:
+            self.last_line = time.monotonic()
             self.stream.write(f"{self.line()}\n")
             self.stream.flush()
 
     def line(self) -> str:
         now = time.monotonic()
-        # From the first epochs on: what came before is the start of the workers, done once.
+        # Measured from the first epochs: before them the workers start, which happens once.
         begun, done = self.first or (now, self.passed)
         rate = (self.passed - done) / (now - begun) if self.passed > done and now > begun else 0
         left = f"about {duration((self.total - self.passed) / rate)}" if rate else "unknown time"

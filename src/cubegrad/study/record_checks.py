@@ -1,4 +1,4 @@
-"""What a line of records.jsonl must be beyond its checksum, which anyone can add to a line."""
+"""Checks the content of a record: a line with a valid checksum may still hold anything."""
 
 import math
 from dataclasses import fields
@@ -13,7 +13,7 @@ ABOUT = {"description": str, "metric": str, "higher_is_better": bool, "unit": st
 
 
 def check(record: "Record") -> None:
-    """Raises ValueError. A report then needs to ask no more of a record."""
+    """Raises ValueError for a record that a report could not use as it is."""
     _check_settings(record.settings)
     if record.status not in ("finished", "diverged"):
         raise ValueError(f"its status is {record.status!r}")
@@ -24,10 +24,10 @@ def check(record: "Record") -> None:
         raise ValueError("its curve has no train_loss")
     for name, values in record.curve.items():
         _check_text(name)
-        missing = record.status == "diverged"  # only such a run may lack a number
-        if not isinstance(values, list) or not (values or missing):
+        may_lack = record.status == "diverged"  # only a diverged run may lack a number
+        if not isinstance(values, list) or not (values or may_lack):
             raise ValueError(f"its {name} is {values!r}")
-        if not all(_is(value, float) or (missing and value is None) for value in values):
+        if not all(_is(value, float) or (may_lack and value is None) for value in values):
             raise ValueError(f"its {name} is not a list of numbers")
 
 
@@ -54,19 +54,19 @@ def _check_about(about: Any) -> None:
     beside = about.get("beside", [])
     if not isinstance(beside, list) or not all(isinstance(name, str) for name in beside):
         raise ValueError(f"its beside is {beside!r}")
-    about.get("description", "").encode()  # half of a surrogate pair cannot be written
+    about.get("description", "").encode()  # fails for half a surrogate pair
     for text in (about.get("metric", ""), about.get("unit", ""), *beside):
         _check_text(text)
 
 
 def _check_text(text: str) -> None:
-    """Tables show it on a terminal, which obeys control characters."""
+    """No control characters, which a terminal would obey when it shows the table."""
     if not text.isprintable():
         raise ValueError(f"{text!r} is not plain text")
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """JSON has True beside 1, 1 beside 1.0, and Python's reader NaN."""
+    """Stricter than isinstance: a bool is no number, NaN is no float; but an int is a float."""
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -75,5 +75,5 @@ def _is(value: Any, kind: Any) -> bool:
 def _finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number of 400 digits
+    except OverflowError:  # an int of 400 digits
         return False

@@ -1,7 +1,7 @@
-"""One JSON line a run, in RUNS_DIR/records.jsonl: settings, curve, versions, commit, machine kind.
+"""One JSON line per run in RUNS_DIR/records.jsonl: settings, curve, versions, commit, machine.
 
-A line is written at once and synced, and carries a checksum; a torn or altered one is found when
-the file is read, told of, set aside and its run done again.
+A line is written in one piece, synced, and carries a checksum. Reading the file detects torn or
+altered lines; they are reported and set aside, and their runs are repeated.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from cubegrad.study.problem import StudyError
 
 try:
     import fcntl
-except ImportError:  # Windows: two sweeps of one directory are then not kept apart
+except ImportError:  # Windows: nothing then stops two sweeps from sharing a directory
     fcntl = None  # type: ignore[assignment]
 
-# In a run's curve, beside the metrics: a field of its own would spoil the checksums of old records.
+# A key of a run's curve: as a field of Record it would invalidate the checksums of old records.
 ESTIMATED_LR = "estimated_lr"  # before schedule and factor
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run, and with them its key."""
+    """Everything that determines the results of a run; `key` is a hash of it."""
 
     problem: str
     preset: str
@@ -50,7 +50,7 @@ class Settings:
     seed: int
     hold_out: bool = False
     device: str = "cpu"
-    options: str = "{}"  # of the preset, as JSON
+    options: str = "{}"  # the preset's, as JSON
 
     @property
     def key(self) -> str:
@@ -65,10 +65,10 @@ class Settings:
 class Record:
     settings: Settings
     status: str  # "finished" or "diverged"
-    # By epoch: "train_loss", the metrics and what was estimated; None: not finite.
+    # By epoch: "train_loss", the metrics and ESTIMATED_LR; None: not finite.
     curve: dict[str, list[float | None]]
     seconds: float
-    about: dict[str, Any] = field(default_factory=dict)  # the problem: metric, unit, description
+    about: dict[str, Any] = field(default_factory=dict)  # the problem's metric, unit, description
     machine: dict[str, Any] = field(default_factory=dict)  # kind, versions, commit, date
 
     @property
@@ -91,17 +91,17 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str) -> Record:
-    """Raises ValueError where the line is not one that `to_line` wrote."""
+    """Raises ValueError for a line that `to_line` did not write."""
     try:
         body = json.loads(line)
         check, key = body.pop("check"), body["key"]
         settings = Settings(**body.pop("settings"))
         record = Record(settings=settings, **{k: v for k, v in body.items() if k != "key"})
-        sound = check == _checksum({"key": key, **asdict(record)}) and key == settings.key
+        intact = check == _checksum({"key": key, **asdict(record)}) and key == settings.key
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a record: {error}") from None
-    if not sound:
-        raise ValueError("altered: its checksum does not fit")
+    if not intact:
+        raise ValueError("altered: its checksum does not match")
     record_checks.check(record)
     return record
 
@@ -111,7 +111,7 @@ def _checksum(body: dict[str, Any]) -> int:
 
 
 class Runs:
-    """A directory of runs: records, and the checkpoints of runs under way."""
+    """A directory of runs: records, and the checkpoints of unfinished runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,24 +134,24 @@ class Runs:
         return records, broken
 
     def repair(self) -> list[str]:
-        """Move broken lines to records.broken and end the file with a whole line; says which.
+        """Move broken lines to records.broken and complete the last line; returns messages.
 
-        Also clears away what a kill left half written, and the checkpoints of finished runs, and
-        says which of the others are damaged.
+        Also deletes temporary files that a killed process left and the checkpoints of finished
+        runs, and reports damaged checkpoints.
         """
         lines, (records, broken) = self._lines(), self.load()
         if broken:
-            aside = "".join(f"{line}\n" for line in lines if not _sound(line))
-            append(self.folder / "records.broken", aside.encode())
+            moved = "".join(f"{line}\n" for line in lines if not _is_valid(line))
+            append(self.folder / "records.broken", moved.encode())
             with replacing(self.path) as file:
                 file.writelines(to_line(record).encode() for record in records.values())
-        elif lines and not self.path.read_bytes().endswith(b"\n"):  # whole but for its end
+        elif lines and not self.path.read_bytes().endswith(b"\n"):  # only the newline is missing
             append(self.path, b"\n")
-        told = [f"{line}: set aside, and its run is done again" for line in broken]
-        return told + self._repair_checkpoints(records)
+        messages = [f"{line}: set aside, and its run is repeated" for line in broken]
+        return messages + self._repair_checkpoints(records)
 
     def _repair_checkpoints(self, records: dict[str, Record]) -> list[str]:
-        told = []
+        messages = []
         folder = self.folder / "checkpoints"
         with writing(folder):
             for path in [*self.folder.glob("records.tmp*"), *folder.glob("*.tmp*")]:
@@ -159,18 +159,18 @@ class Runs:
             for path in folder.glob("*.pt"):
                 if path.stem in records:
                     path.unlink()
-                elif harm := checkpoints.damage(path):
-                    told.append(f"{path} is damaged ({harm}): its run starts again")
-        return told
+                elif damage := checkpoints.damage(path):
+                    messages.append(f"{path} is damaged ({damage}): its run starts again")
+        return messages
 
     def append(self, record: Record) -> None:
-        record_checks.check(record)  # or it would be done again whenever it is read
+        record_checks.check(record)  # else each reading would reject it and repeat the run
         append(self.path, to_line(record).encode())
         with writing(self.folder):
             self.checkpoint(record.settings).unlink(missing_ok=True)
 
     def log(self, command: str) -> None:
-        """Keep the command, once, for the report to say what made it."""
+        """Add the command to the list in the report, unless it is there."""
         if command not in self.commands():
             append(self.folder / "commands.txt", f"{command}\n".encode())
 
@@ -178,12 +178,12 @@ class Runs:
         return _text(self.folder / "commands.txt").splitlines()
 
     def _lines(self) -> list[str]:
-        # Split at "\n" only: a torn line may hold any bytes, other line ends among them.
+        # Not splitlines: a torn line may hold any bytes, other line ends included.
         return [line for line in _text(self.path).split("\n") if line.strip()]
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No second sweep may write here meanwhile. The system lets go when the process dies."""
+    def locked(self) -> Iterator[None]:
+        """Keep a second sweep out. The system releases the lock if the process dies."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / ".lock").open("a")
@@ -221,7 +221,7 @@ def _text(path: Path) -> str:
         raise StudyError(f"{path} cannot be read ({error.strerror}); use another --out") from None
 
 
-def _sound(line: str) -> bool:
+def _is_valid(line: str) -> bool:
     try:
         from_line(line)
     except ValueError:
@@ -231,7 +231,7 @@ def _sound(line: str) -> bool:
 
 @cache
 def commit() -> str | None:
-    """Of the clone that cubegrad runs from, if it is one."""
+    """The commit of the git clone that cubegrad runs from; None outside a clone."""
     where = Path(__file__).parent
     command = ["git", "-C", str(where), "describe", "--always", "--dirty", "--exclude=*"]
     try:
@@ -244,7 +244,7 @@ def commit() -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the run ran on, and with: kinds and versions, never names of hosts or people."""
+    """Hardware and versions of this run; never names of hosts or people."""
     kind = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     if device.type == "cuda":
         kind = f"{torch.cuda.get_device_name(device)}, {kind}"

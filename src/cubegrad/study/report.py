@@ -1,4 +1,4 @@
-"""Statistics -> tables, plots, one self-contained page, which page.py lays out."""
+"""Statistics -> tables, plots, and one self-contained page (see page.py)."""
 
 import math
 import shutil
@@ -17,9 +17,9 @@ from cubegrad.study.problem import StudyError
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Estimate, Judge, Summary
 
-Rows = list[list[str]]  # the first one is the head
+Rows = list[list[str]]  # the first is the header
 
-# What a record that says nothing of its problem stands for.
+# Defaults for records that do not describe their problem.
 UNKNOWN: dict[str, Any] = {
     "description": "",
     "metric": "loss",
@@ -31,7 +31,7 @@ UNKNOWN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs that may stand in one table: one problem at one length on one kind of device."""
+    """Runs that share a table: one problem at one length on one kind of device."""
 
     settings: Settings
     about: dict[str, Any]
@@ -61,28 +61,28 @@ def experiments(records: Iterable[Record]) -> list[Experiment]:
         s = record.settings
         group = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options)
         groups.setdefault(group, []).append(record)
-    made = []
+    result = []
     for members in groups.values():
         about = UNKNOWN | members[0].about
         judge = Judge(about["metric"], about["higher_is_better"])
         entries = statistics.by_entry(members)
-        order = sorted(entries, key=_place)
-        summaries = [statistics.summarise(entries[entry], judge) for entry in order]
-        made.append(Experiment(members[0].settings, about, members, summaries))
-    return made
+        ordered = sorted(entries, key=_sort_key)
+        summaries = [statistics.summarise(entries[entry], judge) for entry in ordered]
+        result.append(Experiment(members[0].settings, about, members, summaries))
+    return result
 
 
-def _place(entry: str) -> tuple[str, int]:
+def _sort_key(entry: str) -> tuple[str, int]:
     """Schedules together, methods in the order of METHODS."""
     method, _, schedule = entry.partition("@")
     return schedule, list(METHODS).index(method) if method in METHODS else len(METHODS)
 
 
 def number(point: Estimate | None, unit: str) -> str:
-    """`98.7 ± 0.3`, with two digits of the error."""
+    """`98.70 ± 0.31`, with two digits of the error."""
     if point is None:
         return "–"
-    large = max(abs(point.mean), point.error or 0.0) >= 1e7  # no table has room for its digits
+    large = max(abs(point.mean), point.error or 0.0) >= 1e7  # too many digits for a table
     if not point.error:
         return f"{point.mean:.2f}" if unit == "%" and not large else f"{point.mean:.4g}"
     decimals = 0 if large else max(1 - math.floor(math.log10(point.error)), 0)
@@ -92,7 +92,7 @@ def number(point: Estimate | None, unit: str) -> str:
 
 
 def table(experiment: Experiment) -> Rows:
-    """Best settings and results; beside them the paper's, where it has this problem."""
+    """Best settings and results, and the paper's if it has this problem."""
     judge, paper = experiment.judge, experiment.paper
     beside = experiment.about.get("beside", ())
     metrics = list(dict.fromkeys([judge.metric, *beside, "loss", "train_loss"]))
@@ -120,8 +120,8 @@ def _setting(summary: Summary) -> list[str]:
     if summary.best is None:
         return ["–", "–"]
     lr, decay = summary.best
-    found = [point.mean for point in summary.estimated_lr()[-1:]]
-    return [lr_text(summary.method, lr, *found), f"{decay:g}"]
+    estimate = [point.mean for point in summary.estimated_lr()[-1:]]
+    return [lr_text(summary.method, lr, *estimate), f"{decay:g}"]
 
 
 def _seeds(summary: Summary) -> str:
@@ -158,27 +158,27 @@ def markdown(rows: Rows) -> str:
 
 
 def notes(experiment: Experiment) -> list[str]:
-    """What the numbers are, and where they come from."""
+    """What the numbers mean, and how they were made."""
     judge, s = experiment.judge, experiment.settings
     held = any(record.settings.hold_out for record in experiment.records)
     split = "a held-out part of the training set" if held else "the test set, as in the paper"
     way = "highest" if judge.higher_is_better else "lowest"
     schedules = {record.settings.schedule for record in experiment.records}
-    schedule = f", {s.schedule}" if len(schedules) == 1 else ""  # several stand in the table
+    schedule = f", {s.schedule}" if len(schedules) == 1 else ""  # else the table names them
     lines = [
         f"{experiment.about['description']}; "
         f"preset {s.preset}: {s.epochs} epochs, batch {s.batch}{schedule}, on {s.device}.",
         f"Each method's learning rate and decay are those of the {way} {judge.metric} after the "
-        f"last epoch on {split}. Results are means of other seeds than those of the search, where "
+        f"last epoch on {split}. Results are means over seeds that the search did not use, if "
         "there are any; ± is 2 standard errors. Train loss is the mean over the last epoch.",
     ]
     if figures.estimated(experiment.summaries):
         lines.append(
-            "An lr that is auto is estimated while training and not searched; the value beside it "
+            "An lr of auto is estimated while training instead of searched; the value beside it "
             "is the mean estimate after the last epoch, before the schedule."
         )
     if any(summary.at_edge for summary in experiment.summaries):
-        lines.append("A best value at the edge means that the search met its limit (--widen).")
+        lines.append("A best value at the edge means that the search reached its limit (--widen).")
     if experiment.paper:
         p = experiment.paper
         lines.append(
@@ -189,7 +189,7 @@ def notes(experiment: Experiment) -> list[str]:
 
 
 def origin(records: Sequence[Record]) -> str:
-    """Machine, versions, dates and the time it took."""
+    """Machine, versions, dates and training time."""
     kinds, dates = _all(records, "kind"), sorted(_all(records, "date"))
     versions = ", ".join(
         f"{name} {'/'.join(_all(records, name))}" for name in ("cubegrad", "torch", "python")
@@ -204,45 +204,45 @@ def origin(records: Sequence[Record]) -> str:
 
 
 def _all(records: Sequence[Record], name: str) -> list[str]:
-    """The values of a field of the records' machines, without repeats."""
-    found = (record.machine.get(name) for record in records)
-    return list(dict.fromkeys(str(value) for value in found if value is not None))
+    """The distinct values of a field of `Record.machine`."""
+    values = (record.machine.get(name) for record in records)
+    return list(dict.fromkeys(str(value) for value in values if value is not None))
 
 
 def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ()) -> str:
     """Write tables, plots and page into `folder`; returns the tables for a terminal."""
-    found = experiments(records)
-    if not found:
+    grouped = experiments(records)
+    if not grouped:
         raise StudyError(f"{folder.parent} has no finished run yet; run the sweep again first")
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        # A failure keeps the old report whole, and a report made meanwhile has a folder of its own.
+        _remove_old_drafts(folder)
+        # A failure leaves the old report intact, and two reports at once do not mix their drafts.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-            tables = _draft(found, Path(scratch), commands)
+            tables = _draft(grouped, Path(scratch), commands)
             folder.mkdir(exist_ok=True)
             for path in Path(scratch).iterdir():
                 path.replace(folder / path.name)
     return "\n\n".join(map(plain, tables))
 
 
-def _clear(folder: Path) -> None:
-    """Drafts that a kill has left; one of the last hour may be in the making."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        if time.time() - left.stat().st_mtime > 3600:
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_old_drafts(folder: Path) -> None:
+    """Remove what killed processes left. A draft of the last hour may still be in use."""
+    for draft in folder.parent.glob(f".{folder.name}.*"):
+        if time.time() - draft.stat().st_mtime > 3600:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
-def _draft(found: Sequence[Experiment], folder: Path, commands: Sequence[str]) -> list[Rows]:
-    """All files of the report; returns the tables."""
+def _draft(experiments: Sequence[Experiment], folder: Path, commands: Sequence[str]) -> list[Rows]:
+    """Write all files of the report; returns the tables."""
     texts, sections, tables = [], [], []
-    for experiment, stem in zip(found, stems(found), strict=True):
+    for experiment, stem in zip(experiments, file_stems(experiments), strict=True):
         rows, lines = table(experiment), notes(experiment)
         pictures = _draw(experiment, folder / stem)
         links = [f"![{words}]({quote(file)})" for words, file in pictures.items()]
         texts.append("\n\n".join([f"# {experiment.name}", markdown(rows), *lines, *links]))
-        drawn = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
-        sections.append(page.section(experiment.name, rows, lines, drawn))
+        panels = figures.panels(experiment.summaries, experiment.judge, experiment.unit)
+        sections.append(page.section(experiment.name, rows, lines, panels))
         tables.append(rows)
     ran = [f"    {command}" for command in commands]
     foot = ["## Commands\n\n" + "\n".join(ran)] if ran else []
@@ -252,10 +252,10 @@ def _draft(found: Sequence[Experiment], folder: Path, commands: Sequence[str]) -
     return tables
 
 
-def stems(found: Iterable[Experiment]) -> list[str]:
-    """A name for the files of each; those of one problem at two lengths are numbered."""
-    taken: dict[str, str] = {}  # as a file system sees them that does not tell A from a
-    for experiment in found:
+def file_stems(experiments: Iterable[Experiment]) -> list[str]:
+    """A file name for each; duplicates, such as one problem at two lengths, are numbered."""
+    taken: dict[str, str] = {}  # by casefolded name: file systems may ignore case
+    for experiment in experiments:
         name, number = experiment.name, 1
         while name.casefold() in taken:
             number += 1
@@ -265,20 +265,20 @@ def stems(found: Iterable[Experiment]) -> list[str]:
 
 
 def _draw(experiment: Experiment, path: Path) -> dict[str, str]:
-    """The plots, beginning with `path`; what each shows, and its file."""
+    """Save the plots as `path` plus an ending; returns file names by what they show."""
     arguments = (experiment.summaries, experiment.judge, experiment.unit)
     counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
     seeds = " or ".join(map(str, counts))
     title = f"{experiment.about['description']}: mean of {seeds} seeds ± 2 standard errors"
-    made = {"curves": ("curves", figures.curves(*arguments, title))}
+    plots = {"curves": ("curves", figures.curves(*arguments, title))}
     heading = f"{experiment.name}: the search, at each method's best decay"
-    made["learning rates"] = ("lr", figures.lr_figure(*arguments, heading))
+    plots["learning rates"] = ("lr", figures.lr_figure(*arguments, heading))
     if figures.estimated(experiment.summaries):
         heading = f"{experiment.name}: estimates after each epoch, before the schedule"
         rates = figures.estimate_figure(experiment.summaries, heading)
-        made["estimated learning rates"] = ("estimated-lr", rates)
+        plots["estimated learning rates"] = ("estimated-lr", rates)
     files = {}
-    for words, (ending, figure) in made.items():
+    for words, (ending, figure) in plots.items():
         figures.save(figure, path.with_name(f"{path.name}-{ending}"))
         files[words] = f"{path.name}-{ending}.png"
     return files

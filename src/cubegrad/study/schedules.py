@@ -1,12 +1,12 @@
 """Learning-rate schedules: step -> factor of the learning rate, pure. Steps count from 0.
 
-As text, in presets and after `@` in the name of a method:
+Written as text, in presets and after the `@` of an entry:
 
     flat                 1
-    tenthing:150-225     a tenth from epoch 150, a hundredth from epoch 225; 50%-75% of the epochs
-    sqrt:100             1/√(i+100), so that the learning rate is the a of the paper's a/√(i+b)
-    inverse-sqrt:4000    up to 1 in 4,000 steps, then √(4000/(i+1))
-    polynomial:10000     up to 1 in 10,000 steps, then down to 0 at the last, in a line
+    tenthing:150-225     1/10 from epoch 150, 1/100 from epoch 225; also 50%-75% of the epochs
+    sqrt:100             1/√(i+100): the paper's a/√(i+b), with the learning rate as a
+    inverse-sqrt:4000    linear to 1 in 4,000 steps, then √(4000/(i+1))
+    polynomial:10000     linear to 1 in 10,000 steps, then linear to 0 at the end
 """
 
 import math
@@ -22,7 +22,7 @@ def flat(step: int) -> float:  # noqa: ARG001
 
 
 def tenthing(step: int, milestones: Sequence[int]) -> float:
-    """A tenth at each milestone, all in steps."""
+    """Divided by ten at each milestone, given in steps."""
     return float(f"1e-{sum(step >= milestone for milestone in milestones)}")
 
 
@@ -31,7 +31,7 @@ def sqrt_decay(step: int, b: float) -> float:
 
 
 def inverse_sqrt(step: int, warmup: int) -> float:
-    """The first step already has 1/warmup: a step of rate 0 would be wasted."""
+    """The first step has 1/warmup: a step of rate 0 would be wasted."""
     if step + 1 < warmup:
         return (step + 1) / warmup
     return math.sqrt(max(warmup, 1) / (step + 1))
@@ -45,7 +45,7 @@ def polynomial(step: int, warmup: int, total: int, power: float = 1.0) -> float:
 
 
 def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
-    """The schedule that a text names, over a run of so many steps."""
+    """The schedule named by `spec`, for a run of this length."""
     name, _, argument = spec.partition(":")
     total = epochs * steps_per_epoch
     if spec == "flat":
@@ -72,8 +72,8 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
 
 
 def check(spec: str) -> None:
-    """Refuse a text that names no schedule. How long a warm-up may be, `parse` knows."""
-    if not spec.isprintable():  # float would read past a line's end
+    """Raise StudyError for an unknown schedule. Only `parse` can tell if a warm-up is too long."""
+    if not spec.isprintable():  # float would accept "1\n"
         raise _unknown(spec)
     if not spec.startswith("polynomial:"):
         parse(spec, 1, 1)

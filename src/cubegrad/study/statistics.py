@@ -1,7 +1,7 @@
 """Records -> best settings, means, two standard errors, curves. Pure.
 
-Seeds that every setting of a method was run with choose its best setting; the other seeds of that
-setting, where there are any, are what is reported, since the first ones were looked at to choose.
+A method's best setting is chosen by the seeds that every setting was run with. If that setting was
+run with further seeds, only those are reported, as the choice favours the first ones.
 """
 
 import math
@@ -23,21 +23,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Judge:
-    """Which metric decides, and which way."""
+    """Which metric decides, and in which direction."""
 
     metric: str
     higher_is_better: bool
 
-    def worth(self, records: Iterable[Record]) -> tuple[float, float]:
-        """Larger is better: the mean of the metric, then, for ties, of minus the loss.
+    def score(self, records: Iterable[Record]) -> tuple[float, float]:
+        """Larger is better: the mean of the metric, signed; ties go to the lower loss.
 
-        A diverged run is worse than any other.
+        -inf if a run diverged.
         """
         sign = 1 if self.higher_is_better else -1
-        return _worth(records, self.metric, sign), _worth(records, "loss", -1)
+        return _score(records, self.metric, sign), _score(records, "loss", -1)
 
 
-def _worth(records: Iterable[Record], metric: str, sign: int) -> float:
+def _score(records: Iterable[Record], metric: str, sign: int) -> float:
     values = [record.last(metric) for record in records]
     known = [value for value in values if value is not None]
     return sign * estimate(known).mean if len(known) == len(values) and known else -math.inf
@@ -45,25 +45,25 @@ def _worth(records: Iterable[Record], metric: str, sign: int) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is said of one method under one schedule."""
+    """The results of one method under one schedule."""
 
     entry: str
     best: Setting | None  # None: every run of the search diverged
     final: dict[str, Estimate] = field(default_factory=dict)  # after the last epoch, by metric
     curves: dict[str, list[Estimate]] = field(default_factory=dict)  # by metric and epoch
     lr_curve: list[tuple[float, float | None]] = field(default_factory=list)  # at the best decay
-    searched: int = 0  # runs; none where only one setting was run
+    searched: int = 0  # runs; 0 if only one setting was run
     search_diverged: int = 0
     seeds: tuple[int, ...] = ()
-    diverged: int = 0  # of the seeds
-    at_edge: tuple[str, ...] = ()  # "lr" or "decay": the best value is an end of what was tried
+    diverged: int = 0  # how many of the seeds
+    at_edge: tuple[str, ...] = ()  # "lr", "decay": the best value is the first or last tried
 
     @property
     def method(self) -> str:
         return self.entry.partition("@")[0]
 
     def estimated_lr(self) -> list[Estimate]:
-        """By epoch, before the schedule, and so what a searched rate may be held against."""
+        """By epoch, before the schedule, so comparable with a searched rate."""
         if self.best is None:
             return []
         curve, factor = self.curves.get(ESTIMATED_LR, []), self.best[0]
@@ -74,9 +74,9 @@ class Summary:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The error is inf where it is larger than any float."""
+    """Mean and two standard errors; the error is inf if it overflows."""
     n = len(values)
-    # By a power of two, so that nothing is rounded: the square of 1e200 is no float.
+    # Scaled, as the square of 1e200 overflows; by a power of two, which rounds nothing.
     scale = max((math.frexp(value)[1] for value in values if value), default=0)
     scaled = [math.ldexp(value, -scale) for value in values]
     mean = math.fsum(scaled) / n
@@ -109,7 +109,7 @@ def by_setting(records: Iterable[Record]) -> dict[Setting, list[Record]]:
 
 
 def searched(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """The runs that choose: on the held-out split where there are such, and of common seeds."""
+    """The search's runs: those with a held-out split, if any, and the seeds all settings share."""
     records = list(records)
     if any(record.settings.hold_out for record in records):
         records = [record for record in records if record.settings.hold_out]
@@ -128,25 +128,25 @@ def searched(records: Iterable[Record]) -> dict[Setting, list[Record]]:
 
 
 def best(groups: dict[Setting, list[Record]], judge: Judge) -> Setting | None:
-    """The setting of most worth; the smaller lr and decay where even the losses tie."""
-    worths = {setting: judge.worth(groups[setting]) for setting in sorted(groups)}
-    chosen = max(worths, key=lambda setting: worths[setting], default=None)
-    return None if chosen is None or worths[chosen][0] == -math.inf else chosen
+    """The setting with the highest score; if all ties, the smaller lr, then the smaller decay."""
+    scores = {setting: judge.score(groups[setting]) for setting in sorted(groups)}
+    chosen = max(scores, key=lambda setting: scores[setting], default=None)
+    return None if chosen is None or scores[chosen][0] == -math.inf else chosen
 
 
 def summarise(records: Iterable[Record], judge: Judge) -> Summary:
-    """Of the records of one entry."""
+    """Summarise the records of one entry."""
     records = list(records)
     entry, groups = records[0].settings.entry, searched(records)
-    only = _only(groups)
+    only = _only_setting(groups)
     chosen = only or best(groups, judge)
     tried = [record for members in groups.values() for record in members]
     failed = sum(record.diverged for record in tried)
     if chosen is None:
         return Summary(entry, None, searched=len(tried), search_diverged=failed)
-    looked_at = {record.settings.key for record in groups[chosen]}
+    search_keys = {record.settings.key for record in groups[chosen]}
     members = [r for r in by_setting(records)[chosen] if not r.settings.hold_out]
-    fresh = [r for r in members if r.settings.key not in looked_at] or groups[chosen]
+    fresh = [r for r in members if r.settings.key not in search_keys] or groups[chosen]
     whole = [record for record in fresh if not record.diverged]
     names = list(whole[0].curve) if whole else []
     metrics = [name for name in names if all(name in record.curve for record in whole)]
@@ -165,11 +165,14 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
     )
 
 
-def _only(groups: dict[Setting, list[Record]]) -> Setting | None:
-    """The one setting there is: no seed chose it, so one that diverged is a result like others."""
+def _only_setting(groups: dict[Setting, list[Record]]) -> Setting | None:
+    """The setting, if there is just one and a run of it finished.
+
+    No seed chose it, so its diverged seeds are results like the others.
+    """
     members = [record for group in groups.values() for record in group]
-    ended = any(not record.diverged for record in members)
-    return next(iter(groups)) if len(groups) == 1 and ended else None
+    finished = any(not record.diverged for record in members)
+    return next(iter(groups)) if len(groups) == 1 and finished else None
 
 
 def lr_curve(
@@ -179,19 +182,19 @@ def lr_curve(
     points: list[tuple[float, float | None]] = []
     for setting in sorted(groups):
         if setting[1] == decay:
-            worth = judge.worth(groups[setting])[0]
-            metric = worth if judge.higher_is_better else -worth
+            score = judge.score(groups[setting])[0]
+            metric = score if judge.higher_is_better else -score
             points.append((setting[0], metric if math.isfinite(metric) else None))
     return points
 
 
 def _curve(curves: Sequence[Sequence[float | None]]) -> list[Estimate]:
-    """Epoch by epoch, over the runs, as far as all have it: a problem may leave a metric out."""
+    """Mean over the runs by epoch, up to the shortest: a problem may omit a metric."""
     return [_mean(values) for values in zip(*curves, strict=False)]
 
 
 def _mean(values: Sequence[float | None]) -> Estimate:
-    """A run that finished has a number everywhere."""
+    """Of finished runs, whose values are all numbers."""
     return estimate([value for value in values if value is not None])
 
 

@@ -1,18 +1,18 @@
-"""What each line of a plot is called and looks like, and which row of panels it is in."""
+"""The label, colour and line style of each curve, and which row of panels it is in."""
 
 from collections.abc import Sequence
 
 from cubegrad.study.methods import METHODS
 from cubegrad.study.statistics import Summary
 
-# Okabe and Ito's, which colour-blind readers can tell apart; the lines differ too, for print.
+# Okabe and Ito's colour-blind safe palette; the line styles differ too, for print.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
 
 
 def names(summaries: Sequence[Summary]) -> dict[str, str]:
-    """What to call each entry: its method, with the schedule where that differs."""
+    """A label for each entry: its method, with the schedule if there are several."""
     several = len({summary.entry.partition("@")[2] for summary in summaries}) > 1
     labels = {}
     for summary in summaries:
@@ -23,9 +23,9 @@ def names(summaries: Sequence[Summary]) -> dict[str, str]:
 
 
 def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """One row of panels a schedule, as in the paper's figure on dual averaging.
+    """One row of panels per schedule, as in the paper's figure on dual averaging.
 
-    A method under several schedules is one row: there the schedules are what is compared.
+    A single method is one row: then the schedules are what is compared.
     """
     methods = {summary.method for summary in summaries}
     schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
@@ -35,7 +35,7 @@ def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
 
 
 def style(summaries: Sequence[Summary]) -> dict[str, int]:
-    """A colour and line for each entry; the same method keeps its own from row to row."""
+    """An index into COLOURS and LINES for each entry; a method keeps its own from row to row."""
     keys = [_colour_key(summary, summaries) for summary in summaries]
     others = [key for key in dict.fromkeys(keys) if key not in FIXED]
     taken = {FIXED[key] for key in keys if key in FIXED}
@@ -45,10 +45,5 @@ def style(summaries: Sequence[Summary]) -> dict[str, int]:
 
 
 def _colour_key(summary: Summary, summaries: Sequence[Summary]) -> str:
-    return summary.method if len(rows(summaries)) > 1 else _alone(summary, summaries)
-
-
-def _alone(summary: Summary, summaries: Sequence[Summary]) -> str:
-    method = summary.method
-    same = [other for other in summaries if other.method == method]
-    return method if len(same) == 1 else summary.entry
+    alone = sum(other.method == summary.method for other in summaries) == 1
+    return summary.method if alone or len(rows(summaries)) > 1 else summary.entry

@@ -19,19 +19,19 @@ from cubegrad.study.workers import Job
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared, and how far the search may go."""
+    """What to compare, and how far the search may go."""
 
     problem: Problem
     preset_name: str
     preset: Preset
     entries: Sequence[Entry]
     device: str = "cpu"
-    lrs: tuple[float, ...] = ()  # in place of each method's own
+    lrs: tuple[float, ...] = ()  # override each method's own
     decays: tuple[float, ...] = (0.0,)
     grid: Grid = field(default_factory=Grid)
-    widen: int = 6  # values beyond each end of the first grid
+    widen: int = 6  # how many values to add beyond each end of the first grid
     search_seeds: int = 1
-    hold_out: bool = False  # choose on a held-out part of the training set
+    hold_out: bool = False  # choose by a held-out part of the training set
 
     @property
     def judge(self) -> Judge:
@@ -54,12 +54,12 @@ class Plan:
         )
 
     def first_lrs(self, entry: Entry) -> tuple[float, ...]:
-        if self.lrs and self._are_for(entry):
+        if self.lrs and self._lrs_apply_to(entry):
             return self.lrs
         low, high = entry.lrs(self.preset)
         if low == high:
             return (low,)
-        # √b of a schedule is no value of the grid, so an end may lie between two.
+        # The tolerance covers rounding: under sqrt:b the ends were multiplied by √b.
         values = tuple(self.grid.between(low * (1 - 1e-9), high * (1 + 1e-9)))
         if not values:
             raise StudyError(
@@ -68,31 +68,31 @@ class Plan:
             )
         return values
 
-    def only(self, entry: Entry) -> bool:
-        """Whether there is one setting to try, so that no seed chooses it."""
+    def has_one_setting(self, entry: Entry) -> bool:
+        """Whether there is nothing to choose, so that no seed influences a choice."""
         return len(set(self.first_lrs(entry))) == 1 and len(set(self.decays)) == 1
 
-    def _are_for(self, entry: Entry) -> bool:
-        """Whether a user means `lrs` for this method too: as factors only if all take factors."""
+    def _lrs_apply_to(self, entry: Entry) -> bool:
+        """`lrs` are learning rates, or factors if all methods estimate their learning rate."""
         factors = [methods.estimates(other.method) for other in self.entries]
         return all(factors) or not methods.estimates(entry.method)
 
 
 class Executor(Protocol):
-    """Who runs the jobs: this machine, or a cluster."""
+    """Runs the jobs: this machine, or a cluster."""
 
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]: ...
 
 
 class Sweep:
-    """Runs what is missing of a plan in a directory, and keeps what it finds there."""
+    """Runs a plan in a directory, except what has a record there."""
 
     def __init__(self, plan: Plan, runs: Runs, machine: Executor, progress: Progress) -> None:
         self.plan, self.runs, self.machine, self.progress = plan, runs, machine, progress
         self.records, _ = runs.load()
 
     def do(self, wanted: Iterable[Settings]) -> list[Record]:
-        """Records of these settings, run unless there already."""
+        """The records of these settings; missing ones are run."""
         wanted = list(wanted)
         todo = [settings for settings in wanted if settings.key not in self.records]
         self.progress.add(len(todo), len(todo) * self.plan.preset.epochs)
@@ -104,29 +104,29 @@ class Sweep:
         return [self.records[settings.key] for settings in wanted]
 
     def search(self) -> dict[Entry, Setting | None]:
-        """Each method's best setting. The grids grow until none is best at its edge."""
+        """Each method's best setting. The grids grow until no best value is at an edge."""
         plan = self.plan
         lrs = {entry: set(plan.first_lrs(entry)) for entry in plan.entries}
         decays = {entry: set(plan.decays) for entry in plan.entries}
         while True:
-            found = self._grids(lrs, decays)
+            bests = self._run_grids(lrs, decays)
             growing = False
-            for entry, best in found.items():
+            for entry, best in bests.items():
                 axes = [(lrs[entry], plan.first_lrs(entry)), (decays[entry], plan.decays)]
-                # Decay does not save a method that diverges everywhere; a smaller rate may.
+                # If all runs diverged, a smaller learning rate may help, another decay will not.
                 for axis, (tried, first) in enumerate(axes[:1] if best is None else axes):
                     value = None if best is None else best[axis]
-                    more = grids.grown(sorted(tried), value, first, plan.grid, plan.widen)
+                    more = grids.next_value(sorted(tried), value, first, plan.grid, plan.widen)
                     if more is not None:
                         tried.add(more)
                         growing = True
             if not growing:
-                return found
+                return bests
 
-    def _grids(
+    def _run_grids(
         self, lrs: dict[Entry, set[float]], decays: dict[Entry, set[float]]
     ) -> dict[Entry, Setting | None]:
-        """Run every method's whole grid, all together, and find each one's best."""
+        """Run all methods' grids together; returns each method's best setting."""
         plan, seeds = self.plan, range(self.plan.search_seeds)
         wanted = {
             entry: [
@@ -145,20 +145,20 @@ class Sweep:
             for entry, settings in wanted.items()
         }
 
-    def repeat(self, found: dict[Entry, Setting | None], seeds: int) -> list[Record]:
-        """The best settings with seeds that were not looked at to choose them.
+    def repeat(self, bests: dict[Entry, Setting | None], seeds: int) -> list[Record]:
+        """Run the best settings with seeds that the search did not use.
 
-        Where nothing was chosen, the seeds of the search are results like the others, unless it
-        trained without a part of the training set.
+        With one setting there was no choice, so the search's seeds count too, unless it held out
+        part of the training set.
         """
         plan = self.plan
 
         def start(entry: Entry) -> int:
-            return 0 if plan.only(entry) and not plan.hold_out else plan.search_seeds
+            return 0 if plan.has_one_setting(entry) and not plan.hold_out else plan.search_seeds
 
         return self.do(
             plan.settings(entry, setting, seed, hold_out=False)
-            for entry, setting in found.items()
+            for entry, setting in bests.items()
             if setting is not None
             for seed in range(start(entry), start(entry) + seeds)
         )

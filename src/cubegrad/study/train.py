@@ -1,4 +1,4 @@
-"""(problem, method, lr, decay, seed) -> Record. A killed run goes on where it was last saved."""
+"""(problem, method, lr, decay, seed) -> Record. A killed run resumes from its checkpoint."""
 
 import math
 import time
@@ -16,23 +16,23 @@ from cubegrad.study import checkpoints, methods, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
-TAKEN = ("train_loss", ESTIMATED_LR)  # in a curve, beside the metrics
+RESERVED = ("train_loss", ESTIMATED_LR)  # keys of a curve that are no metrics
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs run and read: what does not decide their numbers."""
+    """Where and how runs are executed: nothing here affects their results."""
 
     data: Path = Path("data")
     download: bool = False
-    # Seconds: what a kill may cost, beside the epoch under way. Longer where saving takes more than
-    # 5 % of the time; 0 saves after each epoch, whatever it takes.
+    # Seconds between checkpoints, longer if saving would take more than 5 % of the time; 0 saves
+    # after each epoch, however long it takes.
     save_every: float = 10.0
 
 
 @dataclass
 class _Run:
-    """What a checkpoint holds."""
+    """The state of a run that a checkpoint holds."""
 
     task: Task
     optimizer: Optimizer
@@ -53,7 +53,7 @@ class _Run:
         checkpoints.save(path, state)
 
     def load(self, path: Path, settings: Settings) -> None:
-        """Go on from a checkpoint, if there is one of these settings that is not damaged."""
+        """Resume from a checkpoint, if there is an intact one of these settings."""
         state = checkpoints.load(path)
         if state is None or state["key"] != settings.key:
             return
@@ -101,7 +101,7 @@ def run(
         if checkpoint is not None and now - saved >= pause:
             state.save(checkpoint, settings)
             saved = time.monotonic()
-            if place.save_every:  # a gigabyte takes seconds
+            if place.save_every:  # saving a gigabyte takes seconds
                 pause = max(place.save_every, 20 * (saved - now))
         tick()
     for _ in range(state.epoch, settings.epochs):
@@ -112,26 +112,26 @@ def run(
 
 
 def about(problem: Problem) -> dict[str, Any]:
-    """What a report has to know of the problem."""
+    """What a report needs to know about the problem."""
     names = ("description", "metric", "higher_is_better", "unit", "paper")
     return {name: getattr(problem, name) for name in names} | {"beside": list(problem.beside)}
 
 
 def preset_of(problem: Problem, settings: Settings) -> Preset:
-    """The preset with the lengths of the settings, which options of the command may change."""
+    """The preset with the settings' epochs and batch, which command-line options may override."""
     preset = problem.presets[settings.preset]
     return replace(preset, epochs=settings.epochs, batch=settings.batch)
 
 
 def diverged(curve: dict[str, list[float | None]]) -> bool:
-    """Whether the last epoch left anything that is not a finite number."""
+    """Whether the last epoch has a value that is not finite."""
     return any(bool(values) and values[-1] is None for values in curve.values())
 
 
 def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.Schedule) -> None:
     """Train for one epoch, evaluate, and add both to the curve."""
     task, optimizer = run.task, run.optimizer
-    # Dropout and augmentation then depend on (seed, epoch) alone, and a resumed run repeats them.
+    # Dropout and augmentation then depend on (seed, epoch) alone, also in a resumed run.
     torch.manual_seed(settings.seed * 1_000_003 + run.epoch + 1)
     task.model.train()
     total: Tensor | None = None
@@ -145,13 +145,13 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
     if total is None or count != task.steps_per_epoch:
         raise StudyError(
             f"problem {problem.name!r} has {count} batches in epoch {run.epoch} and "
-            f"steps_per_epoch={task.steps_per_epoch}; the two must be one number >= 1"
+            f"steps_per_epoch={task.steps_per_epoch}; the two must be equal and >= 1"
         )
     train_loss = total.item() / count
     run.curve["train_loss"].append(finite(train_loss))
     if methods.estimates(settings.method):  # read once an epoch, as it makes the host wait
-        found = optimizer.estimated_lr()  # type: ignore[attr-defined]
-        run.curve.setdefault(ESTIMATED_LR, []).append(finite(found))
+        estimate = optimizer.estimated_lr()  # type: ignore[attr-defined]
+        run.curve.setdefault(ESTIMATED_LR, []).append(finite(estimate))
     run.epoch += 1
     if not math.isfinite(train_loss):
         return
@@ -172,24 +172,24 @@ def _evaluate(problem: Problem, settings: Settings, task: Task) -> dict[str, flo
             f"{', '.join(map(str, metrics)) or 'nothing'}; return it too, or name another metric"
         )
     for name in metrics:
-        if not isinstance(name, str) or not name.isprintable() or name in TAKEN:
+        if not isinstance(name, str) or not name.isprintable() or name in RESERVED:
             raise StudyError(
-                f"{who} a metric named {name!r}; use plain text other than {' and '.join(TAKEN)}"
+                f"{who} a metric named {name!r}; use plain text other than {' and '.join(RESERVED)}"
             )
     return {name: _number(value, f"{who} {name}") for name, value in metrics.items()}
 
 
 def _number(value: Any, what: str) -> float:
-    """Any real number, also of numpy's types or as a tensor or array of one."""
+    """Accepts any real number, also numpy's, and a tensor or array with one element."""
     try:
         one = value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError):  # several
+    except (RuntimeError, ValueError):  # several elements
         one = None
     if not isinstance(one, Real):
         raise StudyError(f"{what} = {value!r:.60}; return a real number")
     try:
         return float(one)
-    except OverflowError:  # a whole number of 400 digits
+    except OverflowError:  # an int of 400 digits
         return math.inf
 
 
@@ -204,6 +204,6 @@ def _step(task: Task, optimizer: Optimizer, batch: Any) -> Tensor:
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # a captured graph reads this very tensor
+            group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
         else:
             group["lr"] = lr

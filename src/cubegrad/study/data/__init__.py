@@ -1,5 +1,5 @@
-"""Where each data set comes from, its checksums, its reader: one file a set.
+"""One file per data set: where it comes from, its checksums, its reader.
 
-No data set comes with the package. A reader looks in the folder it is given and raises StudyError,
-one line with the remedy, for what is missing, cut off or malformed.
+No data set comes with the package. A reader looks in the given folder and raises StudyError, one
+line with the remedy, for missing, truncated or malformed data.
 """

@@ -1,4 +1,4 @@
-"""CIFAR-10, from the publisher's binary or Python archive or what it unpacks to, checked by md5."""
+"""CIFAR-10, from the publisher's binary or Python archive, packed or unpacked, checked by md5."""
 
 import hashlib
 import io
@@ -34,12 +34,12 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One form in which a publisher gives a data set out: an archive with one folder in it."""
+    """One published form of a data set: an archive with one folder in it."""
 
     url: str
     md5: str  # of the archive
     folder: str
-    files: dict[str, str]  # the files that are read, in their order, and the md5 of each
+    files: dict[str, str]  # the files to read, in order, and their md5s
     parse: Callable[[bytes], tuple[Any, Any]] = field(repr=False)
 
     @property
@@ -48,7 +48,7 @@ class Source:
 
 
 class _PlainArrays(pickle.Unpickler):
-    """Reads lists, dicts, numbers, strings and numpy arrays; a pickle could run any code."""
+    """Reads only lists, dicts, numbers, strings and numpy arrays: a pickle could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
@@ -106,27 +106,27 @@ CIFAR10 = (CIFAR10_BINARY, CIFAR10_PYTHON)
 def cifar10(
     data: Path, download: bool = False, sources: tuple[Source, ...] = CIFAR10
 ) -> tuple[Images, Images]:
-    """CIFAR-10's training and test sets, from any of its forms that lies in the folder `data`."""
-    found = find(data, sources)
-    if found is None and download:
-        found = fetch(sources[0], data), sources[0]
-    if found is None:
+    """CIFAR-10's training and test sets, from the first of its forms found in `data`."""
+    location = find(data, sources)
+    if location is None and download:
+        location = fetch(sources[0], data), sources[0]
+    if location is None:
         raise StudyError(
             f"CIFAR-10 is not in {data}: allow the download (--download), or put there "
             + " or ".join(f"{source.archive} (from {source.url})" for source in sources)
             + " or a folder unpacked from it"
         )
-    *train, test = read(*found)
+    *train, test = read(*location)
     return Images(*(torch.cat(part) for part in zip(*train, strict=True))), test
 
 
 def read(place: Path, source: Source) -> list[Images]:
-    """What the source's files hold, each checked, from a folder or an archive."""
+    """The images in the source's files, checked, from a folder or an archive."""
     try:
         return [_images(name, *_parsed(source, name, raw)) for name, raw in _files(place, source)]
     except OSError as error:
         raise StudyError(
-            f"{place} cannot be read ({error}): mend it or use another folder"
+            f"{place} cannot be read ({error}): fix it or use another folder"
         ) from error
 
 
@@ -142,9 +142,9 @@ def find(data: Path, sources: tuple[Source, ...]) -> tuple[Path, Source] | None:
 
 
 def fetch(source: Source, data: Path) -> Path:
-    """Download the archive into `data`; it has its name only when it is whole and right."""
+    """Download the archive into `data`; it gets its name once it is complete and checked."""
     target = data / source.archive
-    part = data / f".{source.archive}.{os.getpid()}"  # runs beside this one have their own
+    part = data / f".{source.archive}.{os.getpid()}"  # other processes may download too
     try:
         data.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
@@ -161,17 +161,17 @@ def fetch(source: Source, data: Path) -> Path:
             f"or put {source.archive} there yourself"
         ) from error
     finally:
-        with suppress(OSError):  # it has its final name, or there is no such folder
+        with suppress(OSError):  # already renamed, or the folder does not exist
             part.unlink()
     return target
 
 
 def _copy(source: Source, file: Any) -> str:
-    """Write what the address gives into the file, with a bar of progress; its md5."""
+    """Download into the file, with a progress bar; returns the md5."""
     digest = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(source.url, timeout=TIMEOUT) as answer:
         length = int(answer.headers.get("Content-Length") or 0) or None
-        pace = 0.1 if sys.stderr.isatty() else 10  # seconds; a log needs few lines
+        pace = 0.1 if sys.stderr.isatty() else 10  # seconds; fewer lines in a log
         with tqdm(
             total=length, unit="B", unit_scale=True, desc=source.archive, mininterval=pace
         ) as bar:
@@ -183,7 +183,7 @@ def _copy(source: Source, file: Any) -> str:
 
 
 def _files(place: Path, source: Source) -> Iterator[tuple[str, bytes]]:
-    """Each file's path, for messages, and its content, checked."""
+    """Each file's path, for messages, and its checked content."""
     if place.is_dir():
         for name, md5 in source.files.items():
             file = place / name
@@ -205,11 +205,11 @@ def _files(place: Path, source: Source) -> Iterator[tuple[str, bytes]]:
             yield f"{place}/{name}", opened.read()
 
 
-def _check(path: Path, found: str, expected: str, source: Source) -> None:
-    if found != expected:
+def _check(path: Path, md5: str, expected: str, source: Source) -> None:
+    if md5 != expected:
         raise StudyError(
-            f"{path} is not the published file (md5 {found} instead of {expected}): "
-            f"delete it and take it from {source.url} again"
+            f"{path} is not the published file (md5 {md5} instead of {expected}): "
+            f"delete it and download it again from {source.url}"
         )
 
 

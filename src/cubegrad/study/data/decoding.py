@@ -1,7 +1,7 @@
-"""Image files -> bytes: cropped in worker processes as they are needed, or all kept in memory.
+"""Image files -> bytes: cropped in worker processes on demand, or all kept in memory.
 
-A file that cannot be decoded is told of when it is first read: looking at a million images before
-every run would take longer than most runs.
+A file that cannot be decoded raises an error when it is first read: checking a million images
+before every run would take longer than most runs.
 """
 
 import signal
@@ -22,29 +22,29 @@ from cubegrad.study.problem import Split, StudyError, optional
 from cubegrad.study.processes import cores, die_with_parent
 
 MOST_WORKERS = 16
-FEW = 2000  # images that are decoded before a worker has started
-AT_ONCE = 500  # images a worker hands over, when all are read into memory
+FEW = 2000  # this many images are decoded before a worker has started
+AT_ONCE = 500  # images per request when all are read into memory
 
 
 class Batch(NamedTuple):
-    images: Tensor  # [count, 3, side, side], of 0 to 255
+    images: Tensor  # [count, 3, side, side], values 0 to 255
     labels: Tensor
 
 
 class Stored(NamedTuple):
-    """Whole images in bytes, [count, 3, n, m], each in the upper left corner, and their sizes."""
+    """Whole images as bytes [count, 3, n, m], each in the upper left corner, and their sizes."""
 
     images: Tensor
     sizes: Any  # numpy, [count, 2]: width and height
     labels: Tensor
 
 
-class Wanted(NamedTuple):
-    """What is asked of a worker."""
+class Request(NamedTuple):
+    """Images to decode in a worker."""
 
     part: Split
     indices: list[int]
-    epoch: int | None = None  # of the random crops; the middle of the image without
+    epoch: int | None = None  # decides the random crops; None crops the middle
 
 
 def open_image(path: Path) -> Any:
@@ -52,10 +52,10 @@ def open_image(path: Path) -> Any:
     images = optional("PIL.Image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata and palettes
+            warnings.simplefilter("ignore")  # about odd metadata and palettes
             with images.open(path) as image:
                 return _rgb(image)
-    except Exception as error:  # damaged files make Pillow raise whatever their bytes spell
+    except Exception as error:  # on damaged files Pillow may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise StudyError(f"{path} cannot be decoded ({reason}); replace it, or delete it") from None
 
@@ -71,20 +71,20 @@ def _rgb(image: Any) -> Any:
 
 @dataclass(frozen=True)
 class Crops(Dataset[Batch | str]):
-    """Square crops of images, of random places or of the middle."""
+    """Square crops of images, at random places or of the middle."""
 
     parts: Mapping[Split, Listing]
     seed: int
     side: int
-    short: int  # the shorter side, before the middle is cropped
+    short: int  # length of the shorter side before cropping the middle
 
-    def __getitem__(self, wanted: Wanted) -> Batch | str:
-        listing = self.parts[wanted.part]
+    def __getitem__(self, request: Request) -> Batch | str:
+        listing = self.parts[request.part]
         try:
-            images = [self._crop(listing, index, wanted.epoch) for index in wanted.indices]
+            images = [self._crop(listing, index, request.epoch) for index in request.indices]
         except StudyError as error:
             return str(error)
-        labels = torch.from_numpy(listing.labels[wanted.indices])
+        labels = torch.from_numpy(listing.labels[request.indices])
         return Batch(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), labels)
 
     def _crop(self, listing: Listing, index: int, epoch: int | None) -> Any:
@@ -106,19 +106,19 @@ class Crops(Dataset[Batch | str]):
 
 @dataclass(frozen=True)
 class Whole(Dataset[list[Any] | str]):
-    """Whole images, shrunk where their longer side is longer than `longest`.
+    """Whole images, shrunk so that no side is longer than `longest`.
 
-    As numpy arrays, which come through a pipe: the shared memory that tensors come by is scarce
-    in containers.
+    As numpy arrays, which workers send through a pipe: tensors would use shared memory, which is
+    scarce in containers.
     """
 
     parts: Mapping[Split, Listing]
     longest: int
 
-    def __getitem__(self, wanted: Wanted) -> list[Any] | str:
-        listing = self.parts[wanted.part]
+    def __getitem__(self, request: Request) -> list[Any] | str:
+        listing = self.parts[request.part]
         try:
-            return [self._shrunk(listing.path(index)) for index in wanted.indices]
+            return [self._shrunk(listing.path(index)) for index in request.indices]
         except StudyError as error:
             return str(error)
 
@@ -131,42 +131,42 @@ class Whole(Dataset[list[Any] | str]):
         return np.array(image)
 
 
-class _Plan:
-    """A sampler whose samples can be changed."""
+class _Requests:
+    """A sampler whose samples can be replaced."""
 
     def __init__(self) -> None:
-        self.wanted: Iterable[Wanted] = ()
+        self.requests: Iterable[Request] = ()
 
-    def __iter__(self) -> Iterator[Wanted]:
-        return iter(self.wanted)
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
 
 
 class Workers:
-    """Processes that decode, and answer in the order they were asked; with 0, this one does.
+    """Processes that answer requests, in order; with `count` 0 this process does.
 
-    They live as long as this object, from the first question on.
+    They start at the first request and live as long as this object.
     """
 
     def __init__(self, dataset: Dataset[Any], count: int, pinned: bool = False) -> None:
-        self.plan = _Plan()
+        self.sampler = _Requests()
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
-            sampler=self.plan,
+            sampler=self.sampler,
             num_workers=count,
             multiprocessing_context=_context() if count else None,
             persistent_workers=count > 0,
             pin_memory=pinned,
-            worker_init_fn=_begin,
-            collate_fn=_as_it_is,
-            generator=Generator(),  # the global one's numbers are the run's
+            worker_init_fn=_start_worker,
+            collate_fn=_identity,
+            generator=Generator(),  # leave the global generator to the run
         )
 
-    def answers(self, wanted: Iterable[Wanted]) -> Iterator[Any]:
-        self.plan.wanted = wanted
+    def answers(self, requests: Iterable[Request]) -> Iterator[Any]:
+        self.sampler.requests = requests
         try:
             for answer in self.loader:
-                # Torch would raise a worker's exception with the worker's traceback in its text.
+                # Not raised there: torch would put the worker's traceback into the message.
                 if isinstance(answer, str):
                     raise StudyError(answer)
                 yield answer
@@ -174,16 +174,16 @@ class Workers:
             if "DataLoader worker" not in str(error):
                 raise
             raise StudyError(
-                "a process that decodes images was killed, perhaps for want of memory or of room "
-                "in /dev/shm; the same command goes on where it was"
+                "a process that decodes images was killed, perhaps out of memory or of space in "
+                "/dev/shm; run the same command again to resume"
             ) from None
 
 
 def _context() -> Any:
-    """How workers are started: from a server that has imported torch and runs nothing else.
+    """Start workers from a server that has imported torch and runs nothing else.
 
-    Forking a process in which torch has started threads may hang it; spawning imports torch in
-    each.
+    A fork of a process in which torch has started threads may hang; each spawned process would
+    import torch again.
     """
     methods = torch.multiprocessing.get_all_start_methods()
     context = torch.multiprocessing.get_context(
@@ -193,17 +193,17 @@ def _context() -> Any:
     return context
 
 
-def _as_it_is(answer: Any) -> Any:
+def _identity(answer: Any) -> Any:
     return answer
 
 
-def _begin(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers
+def _start_worker(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C, and ends its workers
     die_with_parent()
 
 
 def worker_count(images: int) -> int:
-    """One a core, unless the images are few."""
+    """One per core, or none for few images."""
     return 0 if images < FEW else min(cores(), MOST_WORKERS)
 
 
@@ -213,14 +213,14 @@ def read_all(
     """Every image of every part, on the device."""
     count = worker_count(sum(len(listing) for listing in parts.values()))
     workers = Workers(Whole(parts, longest), count)
-    return {part: _together(workers, part, listing, device) for part, listing in parts.items()}
+    return {part: _stack(workers, part, listing, device) for part, listing in parts.items()}
 
 
-def _together(workers: Workers, part: Split, listing: Listing, device: torch.device) -> Stored:
+def _stack(workers: Workers, part: Split, listing: Listing, device: torch.device) -> Stored:
     count = len(listing)
     starts = range(0, count, AT_ONCE)
-    wanted = [Wanted(part, list(range(start, min(start + AT_ONCE, count)))) for start in starts]
-    pixels = [image for answer in workers.answers(wanted) for image in answer]
+    requests = [Request(part, list(range(start, min(start + AT_ONCE, count)))) for start in starts]
+    pixels = [image for answer in workers.answers(requests) for image in answer]
     sizes = np.array([(image.shape[1], image.shape[0]) for image in pixels])
     width, height = sizes.max(0).tolist()
     images = np.zeros((count, 3, height, width), dtype=np.uint8)

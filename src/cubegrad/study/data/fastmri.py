@@ -1,4 +1,4 @@
-"""fastMRI's multi-coil k-space, as its publisher gives it out: one HDF5 file a volume."""
+"""fastMRI's multi-coil k-space as published: one HDF5 file per volume."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +12,9 @@ from cubegrad.study.models.kspace import Slices
 from cubegrad.study.problem import StudyError, optional
 
 URL = "https://fastmri.med.nyu.edu"
-FOLDERS = {"train": "multicoil_train", "test": "multicoil_val"}  # the real test set has no targets
+FOLDERS = {"train": "multicoil_train", "test": "multicoil_val"}  # its test set has no targets
 
-LEAST = 32  # pixels a side: 2 are left after the network's 4 poolings
+LEAST = 32  # pixels per side: 2 are left after the network's 4 poolings
 READERS = 4  # threads; the next batch is read while this one trains
 
 
@@ -25,7 +25,7 @@ class Volume(NamedTuple):
 
 
 def volumes(data: Path, part: str) -> list[Volume]:
-    """The volumes of "train" or "test", in the order of their names, each file's shape checked."""
+    """The volumes of "train" or "test", sorted by name, with their shapes checked."""
     folder = data / FOLDERS[part]
     if not folder.is_dir():
         raise StudyError(
@@ -49,7 +49,7 @@ def read(volume: Volume, index: int) -> tuple[Any, Any, float]:
 
 
 class Scans:
-    """Slices of some volumes, read from disk when they are wanted."""
+    """Slices of some volumes, read from disk on demand."""
 
     def __init__(self, volumes: Sequence[Volume], device: torch.device) -> None:
         self.places = [(volume, index) for volume in volumes for index in range(volume.slices)]
@@ -59,7 +59,7 @@ class Scans:
         return len(self.places)
 
     def batches(self, wanted: Sequence[Sequence[int]]) -> Iterator[list[Slices]]:
-        """Each batch slice by slice: few have one shape, and one fills a GPU."""
+        """Each slice of a batch by itself: shapes differ, and one slice fills a GPU."""
         pool = ThreadPoolExecutor(READERS)
         try:
             reading: list[Any] = []
@@ -88,13 +88,13 @@ def _volume(library: Any, path: Path) -> Volume:
             height, width = file["kspace"].shape[2:]
             if min(height, width) < LEAST or not file["kspace"].shape[1]:
                 raise StudyError(
-                    f"{path} holds kspace of {file['kspace'].shape}: one coil and sides >= {LEAST} "
-                    "are the least; leave this volume out"
+                    f"{path} holds kspace of {file['kspace'].shape}: at least one coil and sides "
+                    f">= {LEAST} are needed; leave this volume out"
                 )
             if not count or count != targets.shape[0]:
                 raise StudyError(
                     f"{path} holds {count} slices of kspace and {targets.shape[0]} of "
-                    "reconstruction_rss: both must be one number >= 1; fetch it again"
+                    "reconstruction_rss: both must be equal and >= 1; fetch it again"
                 )
             peak: Any = file.attrs["max"] if "max" in file.attrs else targets[()].max()
     except OSError as error:
@@ -110,12 +110,12 @@ def _check(path: Path, file: Any, name: str, rank: int, kind: str) -> None:
             f"{path} has no {name} in it: use a volume of fastMRI's multicoil_train or "
             f"multicoil_val ({URL})"
         )
-    found = file[name]
-    if len(found.shape) != rank or found.dtype.kind != kind:
+    dataset = file[name]
+    if len(dataset.shape) != rank or dataset.dtype.kind != kind:
         axes = "[slices, coils, height, width]" if rank == 4 else "[slices, height, width]"
         numbers = "complex" if kind == "c" else "real"
         raise StudyError(
-            f"{path} holds {name} of {found.dtype} {found.shape}: "
+            f"{path} holds {name} of {dataset.dtype} {dataset.shape}: "
             f"{numbers} numbers {axes} are expected"
         )
 

@@ -1,4 +1,4 @@
-"""Images in folders: train/CLASS/*.JPEG and val/CLASS/*.JPEG, as ImageNet is commonly laid out."""
+"""Images in folders: train/CLASS/*.JPEG and val/CLASS/*.JPEG, the usual layout of ImageNet."""
 
 import os
 from collections.abc import Sequence
@@ -11,16 +11,19 @@ import numpy as np
 from cubegrad.study.problem import Split, StudyError
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-EVERY = 10  # one image in so many of each class is held out
+EVERY = 10  # one in ten images of each class is held out
 LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
 
-Files = list[list[str]]  # by class, the images' paths below the part's folder, in order
+Files = list[list[str]]  # by class, sorted paths relative to the part's folder
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of one part. Names are one block of bytes: 1.3 million Python strings would be
-    copied into every worker, piece by piece, as their reference counts are touched."""
+    """The images of one part.
+
+    Names are one array of bytes: every worker gets a copy, and 1.3 million Python strings would be
+    larger and slower to send.
+    """
 
     folder: Path
     names: Any  # a numpy array of bytes
@@ -45,27 +48,27 @@ def read_tree(
     most_images: tuple[int | None, int | None] = (None, None),
     hold_out: bool = False,
 ) -> Tree:
-    """What lies in the folder `data`, or in `imagenet` in it.
+    """The images in the folder `data`, or in `data/imagenet`.
 
-    The first classes and the first images to train and test with of each, where that many are
-    enough. Without val/, a tenth of every class in train/ takes its place.
+    Limits keep the first classes, and the first images per class to train and test with. If there
+    is no val/, a tenth of every class in train/ is the test set.
     """
     root = find(data)
     try:
         classes, train, test = _parts(root, most_classes)
     except OSError as error:
         raise StudyError(
-            f"{root} cannot be read ({error}); mend it or use another folder"
+            f"{root} cannot be read ({error}); fix it or use another folder"
         ) from error
     folder = root / "train"
     parts: dict[Split, tuple[Path, Files]] = {}
     if test is None:
-        train, test = _apart(train, classes, folder, "there is no val/ to test with")
+        train, test = _split(train, classes, folder, "there is no val/ to test with")
         parts["test"] = folder, test
     else:
         parts["test"] = root / "val", test
     if hold_out:
-        train, valid = _apart(train, classes, folder, "some are held out to choose with")
+        train, valid = _split(train, classes, folder, "some are held out for validation")
         parts["valid"] = folder, valid
     parts["train"] = folder, train
     for_training, for_testing = most_images
@@ -84,36 +87,36 @@ def find(data: Path) -> Path:
             return root
     raise StudyError(
         f"there is no folder of images {data / 'imagenet' / 'train'}, nor {data / 'train'}; "
-        f"lay your images out there as {LAYOUT}, or say where they are with --data"
+        f"put your images there as {LAYOUT}, or set --data to their folder"
     )
 
 
 def _parts(root: Path, most: int | None) -> tuple[list[str], Files, Files | None]:
-    """The classes, and the images of each to train and test with, if there are some to test."""
+    """The classes, and the images of each in train/ and, if it exists, in val/."""
     classes = _folders(root / "train")
     if len(classes) < 2:
         raise StudyError(
             f"{root / 'train'} has {len(classes)} folders of images, and a class is a folder; "
             f"lay out at least 2, as {LAYOUT}"
         )
-    tested = (root / "val").is_dir()
-    if tested:
+    has_val = (root / "val").is_dir()
+    if has_val:
         _compare(root, classes, _folders(root / "val"))
     classes = classes[:most]
     train = [_images(root / "train", name) for name in classes]
-    return classes, train, [_images(root / "val", name) for name in classes] if tested else None
+    return classes, train, [_images(root / "val", name) for name in classes] if has_val else None
 
 
 def _folders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".")]
-        found = sorted(entry.name for entry in visible if entry.is_dir())
-    if not found and any(_is_image(entry.name) for entry in visible):
+        folders = sorted(entry.name for entry in visible if entry.is_dir())
+    if not folders and any(_is_image(entry.name) for entry in visible):
         raise StudyError(
             f"{folder} has images and no folders, so their classes are unknown; "
             f"move each into the folder of its class, as {LAYOUT}"
         )
-    return found
+    return folders
 
 
 def _compare(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
@@ -128,18 +131,18 @@ def _compare(root: Path, train: Sequence[str], val: Sequence[str]) -> None:
 
 
 def _images(folder: Path, name: str) -> list[str]:
-    """A class's images, those in folders within its folder too."""
-    found = []
+    """A class's images, including those in subfolders."""
+    images = []
     for place, folders, files in os.walk(folder / name, onerror=_raise):
         folders[:] = [below for below in folders if not below.startswith(".")]
         below = os.path.relpath(place, folder)
-        found += [os.path.join(below, file) for file in files if _is_image(file)]  # noqa: PTH118
-    if not found:
+        images += [os.path.join(below, file) for file in files if _is_image(file)]  # noqa: PTH118
+    if not images:
         raise StudyError(
             f"{folder / name} has no images ({', '.join(SUFFIXES)}); "
             "put some there, or delete the folder"
         )
-    return sorted(found)
+    return sorted(images)
 
 
 def _raise(error: OSError) -> None:
@@ -150,11 +153,11 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
-def _apart(files: Files, classes: Sequence[str], folder: Path, reason: str) -> tuple[Files, Files]:
-    """Two parts of each class: every tenth image, and the others."""
+def _split(files: Files, classes: Sequence[str], folder: Path, reason: str) -> tuple[Files, Files]:
+    """Hold out every tenth image of each class; returns the others and the held-out ones."""
     for name, images in zip(classes, files, strict=True):
         if len(images) < 2:
-            raise StudyError(f"{folder / name} has one image and {reason}; give it at least 2")
+            raise StudyError(f"{folder / name} has one image and {reason}; it needs at least 2")
     kept = [[name for i, name in enumerate(images) if not _held(i, images)] for images in files]
     held = [[name for i, name in enumerate(images) if _held(i, images)] for images in files]
     return kept, held

@@ -1,6 +1,6 @@
-"""Blocks of tokens on a device: which an update takes, and what is masked in them.
+"""Blocks of tokens on a device: which blocks an update takes, and which tokens are masked.
 
-Both are functions of (seed, update) alone.
+Both depend on (seed, update) alone.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 
 from cubegrad.study.data.tokens import BEGIN, MASK, PAD, SPECIAL, Tokens
 
-MASKED = 0.15  # of a block's tokens; the special ones stay
-SHOWN_AS_MASK, SHOWN_AS_ANOTHER = 0.8, 0.1  # of those; the rest is shown as it is
-UNASKED = -100  # a label that does not count
+MASKED = 0.15  # of a block's tokens, special ones excluded, are predicted
+SHOWN_AS_MASK, SHOWN_AS_ANOTHER = 0.8, 0.1  # of those; the rest is shown unchanged
+IGNORED = -100  # a label that does not count
 
 
 class Blocks(NamedTuple):
@@ -43,11 +43,11 @@ class Blocks(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """Blocks as the model sees them, and what it is asked: which token stood at which place."""
+    """Blocks as the model sees them, and the tokens it has to predict."""
 
     inputs: Tensor  # [blocks, length]
-    places: Tensor  # [blocks, questions]
-    labels: Tensor  # [blocks, questions], UNASKED where a block has fewer
+    places: Tensor  # [blocks, predictions]
+    labels: Tensor  # [blocks, predictions], IGNORED if a block has fewer
 
     def split(self, at_once: int) -> Iterator["Masked"]:
         pieces = zip(*(torch.split(tensor, at_once) for tensor in self), strict=True)
@@ -55,44 +55,45 @@ class Masked(NamedTuple):
 
 
 def masked(rows: Tensor, vocabulary: int, generator: Generator | None) -> Masked:
-    """15 % of each block's tokens; the fraction that is left over is one more with that chance.
+    """Mask 15 % of each block's tokens, rounded up or down at random so that the mean is exact.
 
-    The most that a block can be asked is known before, so no shape depends on what is drawn and
-    the host need not wait to learn it.
+    Every block has as many places as the largest count needs, so no shape depends on what is drawn
+    and the host need not wait for the device.
     """
     blocks, length = rows.shape
     most = int(MASKED * length) + 1
     draw: dict[str, Any] = {"generator": generator, "device": rows.device}
-    may = rows >= SPECIAL
-    places = torch.rand(rows.shape, **draw).masked_fill(~may, 2.0).topk(most, largest=False).indices
-    counts = (MASKED * may.sum(1) + torch.rand(blocks, **draw)).floor()
-    asked = torch.arange(most, device=rows.device) < counts[:, None]
-    there = rows.gather(1, places)
-    fate = torch.rand(places.shape, **draw)
+    normal = rows >= SPECIAL
+    order = torch.rand(rows.shape, **draw).masked_fill(~normal, 2.0)
+    places = order.topk(most, largest=False).indices
+    counts = (MASKED * normal.sum(1) + torch.rand(blocks, **draw)).floor()
+    predicted = torch.arange(most, device=rows.device) < counts[:, None]
+    original = rows.gather(1, places)
+    uniform = torch.rand(places.shape, **draw)
     other = torch.randint(SPECIAL, vocabulary, places.shape, **draw)
-    shown = torch.where(fate < SHOWN_AS_MASK + SHOWN_AS_ANOTHER, other, there)
-    shown = torch.where(fate < SHOWN_AS_MASK, MASK, shown)
-    inputs = rows.scatter(1, places, torch.where(asked, shown, there))
-    return Masked(inputs, places, torch.where(asked, there, UNASKED))
+    shown = torch.where(uniform < SHOWN_AS_MASK + SHOWN_AS_ANOTHER, other, original)
+    shown = torch.where(uniform < SHOWN_AS_MASK, MASK, shown)
+    inputs = rows.scatter(1, places, torch.where(predicted, shown, original))
+    return Masked(inputs, places, torch.where(predicted, original, IGNORED))
 
 
 @lru_cache(maxsize=2)
-def shuffled(seed: int, turn: int, count: int, device: torch.device) -> Tensor:
-    """The order in which a turn through the text takes its blocks."""
-    generator = Generator().manual_seed(mixed(seed, turn))
+def shuffled(seed: int, epoch: int, count: int, device: torch.device) -> Tensor:
+    """The order of the blocks in a pass over the text."""
+    generator = Generator().manual_seed(combined_seed(seed, epoch))
     return torch.randperm(count, generator=generator).to(device)
 
 
-def numbers_of(seed: int, update: int, batch: int, count: int, device: torch.device) -> Tensor:
-    """The blocks of an update. Turns follow one another without a gap, so all updates are full."""
+def block_indices(seed: int, update: int, batch: int, count: int, device: torch.device) -> Tensor:
+    """The blocks of an update. An update may span two passes over the text, so all are full."""
     first, end = update * batch, (update + 1) * batch
     pieces = []
     while first < end:
-        turn, place = divmod(first, count)
-        pieces.append(shuffled(seed, turn, count, device)[place : place + end - first])
+        epoch, place = divmod(first, count)
+        pieces.append(shuffled(seed, epoch, count, device)[place : place + end - first])
         first += len(pieces[-1])
     return torch.cat(pieces)
 
 
-def mixed(seed: int, number: int) -> int:
+def combined_seed(seed: int, number: int) -> int:
     return (1_000_003 * seed + number) % 2**63

@@ -1,7 +1,7 @@
-"""MR slices in magnitude, and a scanner that makes multi-coil k-space of them.
+"""Magnitude MR slices, and a simulated scanner that turns them into multi-coil k-space.
 
-A folder `mr-slices` holds `slices.npy`, uint8 [count, height, width], and `volumes.txt`, a line a
-slice: `subject/volume`, or only a name. A subject's slices are all of one split.
+A folder `mr-slices` holds `slices.npy`, uint8 [count, height, width], and `volumes.txt`, one line
+per slice: `subject/volume`, or only a name. All slices of a subject are in one split.
 """
 
 import math
@@ -18,27 +18,27 @@ from cubegrad.study.models.kspace import Slices, root_sum_of_squares, to_images,
 from cubegrad.study.problem import StudyError
 
 FOLDER = "mr-slices"
-EVERY = 5  # subjects: in five, in the order of the file, one of each of these
+EVERY = 5  # of each five subjects, in file order, the ones at these places are held out
 TEST, VALID = 4, 2
-DISTANCE = 1.3  # of the coils from the middle, in half widths of the image
+DISTANCE = 1.3  # of the coils from the centre, in half widths of the image
 REACH = 0.8  # of a coil, in half widths
-NOISE = 0.005  # deviation of each part of each coil's k-space; the slices are in 0 … 1
-SEED = 1_000_003  # of phases and noise; the same for every run
+NOISE = 0.005  # deviation of real and imaginary part of k-space; slices are in [0, 1]
+SEED = 1_000_003  # of phases and noise, the same for every run
 
 
 class Stored(NamedTuple):
-    slices: Any  # uint8 [count, height, width], perhaps still on disk
+    slices: Any  # uint8 [count, height, width], memory-mapped
     volumes: list[str]
 
 
-def stored(data: Path) -> Stored:
-    """What the folder holds, its form checked."""
+def load(data: Path) -> Stored:
+    """The slices and volumes in the folder, checked."""
     path, names = data / FOLDER / "slices.npy", data / FOLDER / "volumes.txt"
     for needed in (path, names):
         if not needed.is_file():
             raise StudyError(
                 f"{needed} is missing: put slices.npy (uint8 [count, height, width]) and "
-                f"volumes.txt (a line a slice) into {data / FOLDER}"
+                f"volumes.txt (one line per slice) into {data / FOLDER}"
             )
     try:
         slices = np.load(path, mmap_mode="r")
@@ -53,25 +53,25 @@ def stored(data: Path) -> Stored:
     if len(volumes) != len(slices) or not all(volumes):
         raise StudyError(
             f"{names} names {sum(map(bool, volumes))} volumes and {path} holds {len(slices)} "
-            "slices: a line for each slice is expected"
+            "slices: one line per slice is expected"
         )
     return Stored(slices, volumes)
 
 
 def split(volumes: list[str], hold_out: bool) -> dict[str, list[int]]:
-    """Which slices are "train", "valid" and "test", by subject."""
+    """The indices of the slices of "train", "valid" and "test", split by subject."""
     subjects = dict.fromkeys(volume.partition("/")[0] for volume in volumes)
     place = {name: index % EVERY for index, name in enumerate(subjects)}
     parts: dict[str, list[int]] = {"train": [], "valid": [], "test": []}
     for index, volume in enumerate(volumes):
-        at = place[volume.partition("/")[0]]
-        part = "test" if at == TEST else "valid" if hold_out and at == VALID else "train"
+        turn = place[volume.partition("/")[0]]
+        part = "test" if turn == TEST else "valid" if hold_out and turn == VALID else "train"
         parts[part].append(index)
     return parts
 
 
 def check(data: Path, stored: Stored, shrink: int, least: int) -> None:
-    """Refuse slices that are too small once shrunk, and too few subjects for every split."""
+    """Raise StudyError for slices too small to shrink, or too few subjects to split."""
     _, height, width = stored.slices.shape
     if height % shrink or width % shrink or min(height, width) < shrink * least:
         raise StudyError(
@@ -81,19 +81,19 @@ def check(data: Path, stored: Stored, shrink: int, least: int) -> None:
     subjects = len({volume.partition("/")[0] for volume in stored.volumes})
     if subjects <= TEST:
         raise StudyError(
-            f"{data / FOLDER / 'volumes.txt'} names {subjects} subjects, and {TEST + 1} are the "
-            "least of which one is left to test with; add slices of others"
+            f"{data / FOLDER / 'volumes.txt'} names {subjects} subjects and needs at least "
+            f"{TEST + 1}, so that one is left to test with; add slices of others"
         )
 
 
-def chosen(places: list[int], count: int) -> list[int]:
-    """At most `count` of them, evenly spread, so that every subject is met."""
+def evenly_spaced(places: list[int], count: int) -> list[int]:
+    """At most `count` of them, at even distances, so that all subjects take part."""
     step = max(len(places) / count, 1.0)
     return [places[int(index * step)] for index in range(min(count, len(places)))]
 
 
 def coil_maps(coils: int, height: int, width: int, device: torch.device) -> Tensor:
-    """Coils around the image: strong nearby, each with its phase; their squares sum to 1."""
+    """Coils around the image: strong nearby, each with its own phase; squares sum to 1."""
     y = torch.linspace(-1, 1, height, device=device)[:, None]
     x = torch.linspace(-1, 1, width, device=device)
     maps = []
@@ -108,7 +108,7 @@ def coil_maps(coils: int, height: int, width: int, device: torch.device) -> Tens
 
 
 class Scanner:
-    """Makes k-space of slices: a smooth phase, coils, noise; the last by (SEED, slice) alone."""
+    """Turns slices into k-space: smooth phase, coils, noise, drawn from (SEED, slice) alone."""
 
     def __init__(
         self, coils: int, size: tuple[int, int], device: torch.device, noise: float = NOISE
@@ -122,7 +122,7 @@ class Scanner:
         self.waves = torch.stack([torch.ones_like(x), x, y, x * y, x * x, y * y])
 
     def __call__(self, images: Tensor, places: Sequence[int]) -> Tensor:
-        """Images [count, height, width] in 0 … 1, the slices `places`: complex [count, coils, …]"""
+        """Images [count, height, width] in [0, 1] of these slices -> complex [count, coils, …]."""
         terms = len(self.waves)
         drawn = images.new_empty(len(places), terms + 2 * self.maps.numel())
         for row, place in zip(drawn, places, strict=True):
@@ -134,14 +134,14 @@ class Scanner:
 
 
 class Simulated:
-    """Slices on the device, and their k-space when it is wanted."""
+    """Slices on the device; k-space is computed per batch."""
 
     def __init__(
         self, stored: Stored, places: list[int], shrink: int, coils: int, device: torch.device
     ) -> None:
         self.places = places
         pixels = torch.from_numpy(np.array(stored.slices[places])).to(device)
-        # Few at once: the whole set in float32 would take four times its bytes.
+        # In pieces: before shrinking, the whole set in float32 takes four times its bytes.
         shrunk = [
             avg_pool2d(some[:, None].float() / 255, shrink) for some in torch.split(pixels, 64)
         ]
@@ -150,7 +150,7 @@ class Simulated:
         self.scanner = Scanner(coils, (self.images.shape[1], self.images.shape[2]), device)
 
     def _peaks(self, volumes: list[str]) -> Tensor:
-        """The brightest value of each slice's volume, of what is here; 1 where all is black."""
+        """The brightest value of each slice's volume, among these slices; 1 if all is black."""
         brightest: dict[str, float] = {}
         for volume, value in zip(volumes, self.images.amax((1, 2)).tolist(), strict=True):
             brightest[volume] = max(value, brightest.get(volume, 0.0))
@@ -161,11 +161,11 @@ class Simulated:
         return len(self.places)
 
     def batches(self, wanted: Sequence[Sequence[int]]) -> Iterator[list[Slices]]:
-        # All at once: the host waits for the device at each copy.
+        # One copy for all batches: the host waits for the device at each.
         together = torch.tensor([one for batch in wanted for one in batch]).to(self.images.device)
         each = torch.split(together, [len(batch) for batch in wanted])
         for batch, index in zip(wanted, each, strict=True):
             kspace = self.scanner(self.images[index], [self.places[one] for one in batch])
-            # As fastMRI has it: the root sum of squares of all lines, with their noise.
+            # As in fastMRI: the root sum of squares of all lines, noise included.
             target = root_sum_of_squares(to_images(kspace))
             yield [Slices(kspace, target, self.peaks[index])]

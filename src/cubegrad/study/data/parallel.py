@@ -1,12 +1,12 @@
-"""German sentences with their English translations, in the forms they are published in.
+"""German sentences with English translations, in the forms in which they are published.
 
 A folder may hold
-- `train`, `valid` (or `val`) and `test`, each as two files `.de` and `.en` with a sentence a line:
+- `train`, `valid` (or `val`) and `test`, each as two files `.de` and `.en`, one sentence per line:
   IWSLT14 as fairseq's script prepares it, with or without subwords marked by `@@`;
 - the same three as tab-separated `.de-en.tsv` or `.en-de.tsv`: Multi30k;
 - `deu.txt`, English, tab, German: Tatoeba's pairs, as manythings.org publishes them;
 - one pair of files `NAME.de` and `NAME.en`.
-The last two have no parts of their own and are split here.
+The last two are not divided into parts, and are split here.
 """
 
 import re
@@ -18,13 +18,13 @@ from zlib import crc32
 
 from cubegrad.study.problem import Split, StudyError
 
-PARTS: dict[Split, tuple[str, ...]] = {  # the names they go by, the preferred first
+PARTS: dict[Split, tuple[str, ...]] = {  # file names, the preferred one first
     "train": ("train",),
     "valid": ("valid", "val"),
     "test": ("test", "test_2016_flickr"),
 }
-HUNDREDTHS = {"test": 2, "valid": 2}  # of the sentences, where we split
-MARK = "@@"  # at the end of a subword that its word goes on after
+HUNDREDTHS = {"test": 2, "valid": 2}  # of the sentences, if we split
+MARK = "@@"  # at the end of a subword that is not the last of its word
 
 
 class Pair(NamedTuple):
@@ -35,24 +35,24 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Corpus:
     parts: dict[Split, list[Pair]]
-    marked: bool  # words are cut into subwords already
+    marked: bool  # words are already cut into subwords
 
 
 def corpus(data: Path, folders: Sequence[str]) -> Corpus:
-    """The pairs of the first of these folders of `data` that is there, or of `data` itself."""
+    """The pairs in the first of these folders that exists in `data`, or in `data` itself."""
     places = [data / folder for folder in folders if (data / folder).is_dir()] or [data]
     try:
         parts = _read(places[0])
     except OSError as error:
         raise StudyError(
-            f"{places[0]} cannot be read ({error}): mend it or use another folder"
+            f"{places[0]} cannot be read ({error}): fix it or use another folder"
         ) from error
     if parts is None:
         raise StudyError(
             f"no German-English sentences in {places[0]}: put train, valid and test there as "
             ".de and .en files or as .de-en.tsv, or Tatoeba's deu.txt; name the folder with --data"
         )
-    # A subword stands before the mark: Multi30k has "@@" in place of two sentences.
+    # Only after a subword: two sentences of Multi30k are just "@@".
     marked = re.compile(rf"\S{MARK} ")
     return Corpus(parts, any(marked.search(text) for pair in parts["train"] for text in pair))
 
@@ -65,7 +65,7 @@ def _read(folder: Path) -> dict[Split, list[Pair]] | None:
         return {part: _two_files(_named(folder, part, ".de")) for part in PARTS}
     for suffix in (".de-en.tsv", ".en-de.tsv"):
         if f"train{suffix}" in names:
-            german = suffix.startswith(".en")  # the number of the German column
+            german = suffix.startswith(".en")  # as a number, the German column
             return {part: _tabbed(_named(folder, part, suffix), int(german)) for part in PARTS}
     if "deu.txt" in names:
         return split(_tabbed(folder / "deu.txt", german=1))
@@ -91,11 +91,11 @@ def lines(path: Path) -> list[str]:
         raise StudyError(f"{path} is missing: put it there beside the others") from None
     except UnicodeDecodeError as error:
         raise StudyError(
-            f"{path} is not UTF-8 at byte {error.start}: convert it, or take it anew"
+            f"{path} is not UTF-8 at byte {error.start}: convert it, or download it again"
         ) from None
     if not text.strip():
-        raise StudyError(f"{path} is empty: take it anew from where you have it")
-    # Not splitlines: it also cuts at characters that stand inside sentences.
+        raise StudyError(f"{path} is empty: download it again")
+    # Not splitlines, which also splits at characters that occur in sentences.
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
 
 
@@ -105,30 +105,30 @@ def _two_files(german: Path) -> list[Pair]:
     if len(texts[0]) != len(texts[1]):
         raise StudyError(
             f"{german} has {len(texts[0]):,} lines and {english.name} {len(texts[1]):,}: "
-            "line i of one must translate line i of the other; take both anew"
+            "line i of one must translate line i of the other; download both again"
         )
     return [Pair(*texts) for texts in zip(*texts, strict=True)]
 
 
 def _tabbed(path: Path, german: int) -> list[Pair]:
-    """A pair a line; columns after the second, such as Tatoeba's authors, are left out."""
+    """One pair per line; columns after the second, such as Tatoeba's authors, are ignored."""
     pairs = []
     for number, line in enumerate(lines(path), 1):
         columns = [column.strip() for column in line.split("\t")[:2]]
         if len(columns) < 2 or not all(columns):
             raise StudyError(
                 f"{path}, line {number}: {line[:40]!r} is not two sentences with a tab between; "
-                "mend or delete the line"
+                "fix or delete the line"
             )
         pairs.append(Pair(columns[german], columns[1 - german]))
     return pairs
 
 
 def split(pairs: Iterable[Pair]) -> dict[Split, list[Pair]]:
-    """Parts that share no sentence, whatever the order of the pairs.
+    """Parts that share no sentence, independent of the order of the pairs.
 
-    Many sentences have several translations. All that hang together through them go to the part
-    that a checksum of their first German sentence, in the order of the alphabet, says.
+    Many sentences have several translations. Pairs connected by a shared sentence form a group,
+    and a checksum of its alphabetically first German sentence decides its part.
     """
     pairs = list(pairs)
     groups = _groups(pairs)
@@ -154,13 +154,13 @@ def split(pairs: Iterable[Pair]) -> dict[Split, list[Pair]]:
 
 
 def _groups(pairs: Sequence[Pair]) -> list[int]:
-    """For each pair the number of its group: those that share a sentence have one number."""
-    above: list[int] = []  # a tree for each group; a root is above itself
+    """The group number of each pair: pairs that share a sentence are in one group."""
+    parent: list[int] = []  # union-find: each node's parent; a root is its own
 
     def root(node: int) -> int:
-        while above[node] != node:
-            above[node] = above[above[node]]
-            node = above[node]
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
         return node
 
     number: dict[tuple[str, str], int] = {}
@@ -169,9 +169,9 @@ def _groups(pairs: Sequence[Pair]) -> list[int]:
         ends = []
         for sentence in zip(Pair._fields, pair, strict=True):  # English "Oh!" is not German "Oh!"
             if sentence not in number:
-                number[sentence] = len(above)
-                above.append(len(above))
+                number[sentence] = len(parent)
+                parent.append(len(parent))
             ends.append(root(number[sentence]))
-        above[max(ends)] = min(ends)
+        parent[max(ends)] = min(ends)
         nodes.append(min(ends))
     return [root(node) for node in nodes]

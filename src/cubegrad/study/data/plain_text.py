@@ -1,8 +1,8 @@
-"""Plain text, as .txt or .txt.xz: its documents, their sentences, and what is kept for the test.
+"""Plain text in .txt or .txt.xz files: documents, sentences, and their split into parts.
 
-A line `<|name|>` opens a document, and so does a file. A folder either has its parts as train.txt,
-valid.txt and test.txt, or its documents are dealt out: of every twenty the last is for the test
-and the tenth for validation.
+A line `<|name|>` starts a document, and so does a file. A folder either has its parts as train.txt,
+valid.txt and test.txt, or its documents are split: of every twenty the tenth is for validation and
+the last for the test.
 """
 
 import lzma
@@ -15,12 +15,12 @@ from cubegrad.study.problem import Split, StudyError
 
 PARTS: tuple[Split, ...] = ("train", "valid", "test")
 SUFFIXES = (".txt", ".txt.xz")
-DEALT = 20  # documents; one of them is for validation and one for the test
-STRETCH = 50  # sentences, dealt out like documents where there are too few of those
+PERIOD = 20  # of this many documents one is for validation and one for the test
+STRETCH = 50  # sentences that are split like a document if there are too few documents
 
 MARK = re.compile(r"<\|.*\|>")
 END = re.compile(r"[.!?][\"'’”)\]]*$")
-# Between sentences: white space after an end mark and before what can open a sentence.
+# White space after an end mark and before a character that can start a sentence.
 BETWEEN = re.compile(r"(?<=[.!?])[\"'’”)\]]*(\s+)(?=[\"'‘“(\[]*[^\W_a-z])")
 
 
@@ -36,24 +36,24 @@ class Texts:
         return len(self.files) > 1
 
     def sentences(self) -> Iterator[tuple[Split, int, str]]:
-        """All sentences in their order, each with its part and the number of its document."""
+        """All sentences in order, each with its part and the number of its document."""
         if self.has_parts:
             for part in PARTS:
                 for document, sentence in read(self.files[part]):
                     yield part, document, sentence
             return
         files = self.files["train"]
-        few = documents(files) < DEALT
+        few = documents(files) < PERIOD
         for number, (document, sentence) in enumerate(read(files)):
-            yield dealt(number // STRETCH if few else document), document, sentence
+            yield part_of(number // STRETCH if few else document), document, sentence
 
 
-def dealt(number: int) -> Split:
-    """The part that a document goes to."""
-    place = number % DEALT
-    if place == DEALT - 1:
+def part_of(number: int) -> Split:
+    """The part of a document or stretch, by its number."""
+    place = number % PERIOD
+    if place == PERIOD - 1:
         return "test"
-    return "valid" if place == DEALT // 2 - 1 else "train"
+    return "valid" if place == PERIOD // 2 - 1 else "train"
 
 
 def find(data: Path, name: str) -> Texts:
@@ -75,8 +75,8 @@ def find(data: Path, name: str) -> Texts:
     for part in PARTS:
         if part not in by_stem:
             raise StudyError(
-                f"{place} has parts and {part}.txt is not among them: add it, or give the files "
-                "other names and the documents are dealt out"
+                f"{place} has parts and {part}.txt is not among them: add it, or rename the files "
+                "to have their documents split"
             )
     return Texts(place, {part: (by_stem[part],) for part in PARTS})
 
@@ -84,8 +84,8 @@ def find(data: Path, name: str) -> Texts:
 def read(files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
     """Sentences, each with the number of its document, counted from 0.
 
-    A line ends a sentence, unless it lacks an end mark and the next begins with a small letter:
-    then the text was wrapped there.
+    A line ends a sentence, unless it lacks an end mark and the next starts with a lower-case
+    letter: then the text was wrapped there.
     """
     document = -1
     for path in files:
@@ -107,7 +107,7 @@ def read(files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
 
 
 def split(paragraph: str) -> Iterator[str]:
-    """The sentences of a paragraph. "Mr. Smith" is cut in two; nothing here depends on it."""
+    """The sentences of a paragraph. "Mr. Smith" is cut in two, which does no harm here."""
     start = 0
     for gap in BETWEEN.finditer(paragraph):
         yield paragraph[start : gap.start(1)]
@@ -117,14 +117,14 @@ def split(paragraph: str) -> Iterator[str]:
 
 
 def documents(files: tuple[Path, ...]) -> int:
-    """How many there are, by their marks; those without text count too."""
+    """The number of documents, by their marks, including empty ones."""
     return sum(
         max(sum(MARK.fullmatch(line) is not None for line in _lines(path)), 1) for path in files
     )
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines without the white space around them, nor the byte-order marks of joined files."""
+    """Lines without surrounding white space and without byte-order marks."""
     number = 0
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
@@ -140,4 +140,4 @@ def _lines(path: Path) -> Iterator[str]:
             f"{path} cannot be unpacked after line {number} ({error}): fetch it again"
         ) from None
     except OSError as error:
-        raise StudyError(f"{path} cannot be read ({error}): mend it or remove it") from None
+        raise StudyError(f"{path} cannot be read ({error}): fix it or remove it") from None

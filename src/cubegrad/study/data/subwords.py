@@ -1,4 +1,4 @@
-"""Sentences as numbers: a joint byte-pair encoding, and a vocabulary for each language."""
+"""Sentences as ids: a joint byte-pair encoding, and a vocabulary for each language."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 from cubegrad.study.data.parallel import MARK
 from cubegrad.study.problem import optional
 
-SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # fairseq's, though nothing here begins with <s>
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")  # as in fairseq; <s> is not used
 PAD, END, UNKNOWN = 1, 2, 3
-MULTIPLE = 8  # of which the size of a vocabulary is one, as fairseq's and as matrix units like it
+MULTIPLE = 8  # vocabulary sizes are rounded up to it, as in fairseq, for matrix units
 BYTES = 256
 
 
@@ -23,7 +23,7 @@ class Subwords(Protocol):
 
 
 class Marked:
-    """Text whose words are cut already, `@@` at the end of each subword but a word's last."""
+    """Text that is already cut into subwords: `@@` ends each one except a word's last."""
 
     def cut(self, texts: Sequence[str]) -> list[list[str]]:
         return [text.split() for text in texts]
@@ -33,12 +33,12 @@ class Marked:
 
 
 class BytePairs:
-    """Byte pairs merged by frequency within words. Every text has a cut and comes back from it."""
+    """Byte pairs merged by frequency within words. Joining a cut text restores it exactly."""
 
     def __init__(self, texts: Iterable[str], merges: int) -> None:
         tokenizers: Any = optional("tokenizers")
         self.bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-        # A space before the first word makes it the same word as in the middle of a sentence.
+        # With a space before it the first word is encoded like one in the middle of a sentence.
         self.bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
         self.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
@@ -57,7 +57,7 @@ class BytePairs:
 
 
 class Vocabulary:
-    """The types of one language's training text, the frequent first, and their numbers."""
+    """The types (distinct tokens) of one language's training text, by frequency, and their ids."""
 
     def __init__(self, sentences: Iterable[Sequence[str]]) -> None:
         counts = Counter(piece for pieces in sentences for piece in pieces)
@@ -69,22 +69,22 @@ class Vocabulary:
         return -(-len(self.types) // MULTIPLE) * MULTIPLE
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """With the mark of the end."""
+        """Ids, followed by END."""
         return [*(self.numbers.get(piece, UNKNOWN) for piece in pieces), END]
 
     def decode(self, numbers: Iterable[int]) -> list[str]:
-        """What stands before the end, if there is one."""
+        """The types before END, if there is one."""
         pieces = []
         for number in numbers:
             if number == END:
                 break
-            # Past the types lie the numbers that only round the size up.
+            # Ids beyond the types exist only to round the size up.
             pieces.append(self.types[number] if number < len(self.types) else SPECIAL[UNKNOWN])
         return pieces
 
 
 class Sentences:
-    """Many sentences as numbers, end to end in one tensor."""
+    """Many sentences as ids, concatenated in one tensor."""
 
     def __init__(self, sentences: Iterable[Sequence[int]]) -> None:
         sentences = list(sentences)
@@ -96,7 +96,7 @@ class Sentences:
         return len(self.lengths)
 
     def padded(self, index: Tensor) -> Tensor:
-        """These sentences as rows, filled up on the right."""
+        """These sentences as rows, padded on the right."""
         lengths = self.lengths[index, None]
         across = torch.arange(int(lengths.max()))
         places = (self.starts[index, None] + across).clamp_(max=len(self.numbers) - 1)

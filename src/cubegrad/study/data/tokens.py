@@ -1,8 +1,7 @@
-"""Text as numbers: a byte-level BPE of the training text, and blocks of whole sentences.
+"""Text as token ids: a byte-level BPE of the training text, and blocks of whole sentences.
 
-Both are made once and kept in a file whose name is a checksum of the text and the sizes; a damaged
-one is made again. The file is written beside the text, or where that is read-only in the user's
-cache.
+Both are computed once and cached in a file named by a checksum of the text and the sizes; a damaged
+file is computed again. It is written beside the text or, if that is read-only, in the user's cache.
 """
 
 import hashlib
@@ -24,37 +23,37 @@ from tqdm import tqdm
 from cubegrad.study.data.plain_text import PARTS, Texts
 from cubegrad.study.problem import Split, StudyError, optional
 
-# The numbers of RoBERTa's special tokens, but for <mask>, which it has at the end.
+# The ids of RoBERTa's special tokens, except <mask>, which RoBERTa has at the end.
 BEGIN, PAD, END, UNKNOWN, MASK = range(5)
 SPECIAL = 5
-LARGEST = 2**16  # vocabulary: numbers are kept in two bytes
-FORM = 1  # of the file; another number makes it again
+LARGEST = 2**16  # vocabulary: ids are stored in two bytes
+FORM = 1  # version of the file's format, part of its checksum
 AT_ONCE = 10_000  # sentences
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One part. Block i is ids[starts[i] : starts[i + 1]], at most a token shorter than asked."""
+    """One part. Block i is ids[starts[i] : starts[i + 1]], without its opening <s>."""
 
     ids: Any  # uint16
-    starts: Any  # int64, with the end of the last block
+    starts: Any  # int64, followed by the end of the last block
 
 
 @dataclass(frozen=True)
 class Corpus:
     parts: dict[Split, Tokens]
-    vocabulary: int  # tokens, the special ones included
+    vocabulary: int  # number of tokens, special ones included
     tokenizer: str  # in the JSON of the library `tokenizers`
 
 
 def corpus(texts: Texts, vocabulary: int, length: int) -> Corpus:
-    """The text in blocks of up to `length` tokens, the opening <s> included."""
+    """The text in blocks of up to `length` tokens, including the opening <s>."""
     name = f"cubegrad-tokens-{checksum(texts, vocabulary, length)[:20]}.npz"
     places = [texts.place if texts.place.is_dir() else texts.place.parent, _cache()]
     for place in places:
-        kept = _load(place / name)
-        if kept is not None:
-            return kept
+        cached = _load(place / name)
+        if cached is not None:
+            return cached
     made = tokenized(texts, vocabulary, length)
     errors = []
     for place in places:
@@ -71,7 +70,7 @@ def corpus(texts: Texts, vocabulary: int, length: int) -> Corpus:
 
 
 def checksum(texts: Texts, vocabulary: int, length: int) -> str:
-    """Of all that decides the tokens, but for the release of the library that makes them."""
+    """Of everything that determines the tokens, except the version of the tokenizer library."""
     digest = hashlib.sha256(f"{FORM} {vocabulary} {length}".encode())
     for part, files in texts.files.items():
         for path in files:
@@ -79,7 +78,7 @@ def checksum(texts: Texts, vocabulary: int, length: int) -> str:
                 with path.open("rb") as file:
                     content = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
-                raise StudyError(f"{path} cannot be read ({error}): mend it or remove it") from None
+                raise StudyError(f"{path} cannot be read ({error}): fix it or remove it") from None
             digest.update(f"\n{part} {content}".encode())
     return digest.hexdigest()
 
@@ -95,7 +94,7 @@ def tokenized(texts: Texts, vocabulary: int, length: int) -> Corpus:
     sizes = {part: array("H") for part in PARTS}
     last = dict.fromkeys(PARTS, -1)
     for (part, document, _), ids in _encoded(tokenizer, texts):
-        # Between documents stands one more end of a sentence, as fairseq has it for a blank line.
+        # Another END between documents, as fairseq has for a blank line.
         between = [END] if last[part] not in (-1, document) else []
         last[part] = document
         numbers[part].extend([*between, *(SPECIAL + number for number in ids), END])
@@ -105,14 +104,14 @@ def tokenized(texts: Texts, vocabulary: int, length: int) -> Corpus:
         if len(numbers[part]) < length:
             raise StudyError(
                 f"{texts.place} has {len(numbers[part])} tokens for {part!r} and one block takes "
-                f"{length}: bring more text"
+                f"{length}: add more text"
             )
         parts[part] = Tokens(np.array(numbers[part]), packed(sizes[part], length - 1))
     return Corpus(parts, SPECIAL + tokenizer.get_vocab_size(), tokenizer.to_str())
 
 
 def train(sentences: Iterable[str], vocabulary: int) -> Any:
-    """Byte-level BPE as in GPT-2. It knows no special tokens, so no text can spell one."""
+    """Byte-level BPE as in GPT-2, without special tokens, so that no text is encoded as one."""
     library = optional("tokenizers")
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -128,7 +127,7 @@ def train(sentences: Iterable[str], vocabulary: int) -> Any:
 
 
 def packed(sizes: Iterable[int], limit: int) -> Any:
-    """Where blocks start: sentences are taken while they fit, and never cut."""
+    """The starts of blocks: a block takes whole sentences as long as they fit."""
     starts, size, end = array("q", [0]), 0, 0
     for one in sizes:
         if size and size + one > limit:
@@ -146,7 +145,7 @@ def joined(first: Tokens, second: Tokens) -> Tokens:
 
 
 def _pieces(size: int, limit: int) -> Iterator[int]:
-    """A sentence that is longer than a block is cut, which fairseq would refuse."""
+    """Cut a sentence that is longer than a block, which fairseq would refuse."""
     while size > limit:
         yield limit
         size -= limit
@@ -154,7 +153,7 @@ def _pieces(size: int, limit: int) -> Iterator[int]:
 
 
 def _encoded(tokenizer: Any, texts: Texts) -> Iterator[tuple[tuple[Split, int, str], list[int]]]:
-    pace = 0.1 if sys.stderr.isatty() else 10  # seconds; a log needs few lines
+    pace = 0.1 if sys.stderr.isatty() else 10  # seconds; fewer lines in a log
     bar = tqdm(desc=f"tokens of {texts.place}", unit=" sentences", mininterval=pace)
     sentences = texts.sentences()
     with bar:
@@ -169,7 +168,7 @@ def _cache() -> Path:
 
 
 def _save(path: Path, made: Corpus) -> None:
-    """By an atomic rename: processes that make the same file at once do not see halves."""
+    """Atomic rename: processes that write the same file never see a partial one."""
     about = json.dumps({"vocabulary": made.vocabulary, "tokenizer": made.tokenizer}).encode()
     arrays: dict[str, Any] = {"about": np.frombuffer(about, np.uint8)}
     for part, tokens in made.parts.items():
@@ -187,9 +186,9 @@ def _save(path: Path, made: Corpus) -> None:
 
 
 def _load(path: Path) -> Corpus | None:
-    """What the file holds, if it is there and whole: a zip has a checksum of each member."""
+    """None if the file is missing or damaged: a zip has a checksum for each member."""
     try:
-        # numpy leaves a file open that it was to open itself and that is no zip.
+        # Opened here: np.load leaves a file open that turns out not to be a zip.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             parts = {

@@ -1,4 +1,4 @@
-"""Parallel text as numbers, in batches of sentences of like length."""
+"""Parallel text as ids, in batches of sentences of similar length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cubegrad.study.data.parallel import Corpus, Pair
 from cubegrad.study.data.subwords import BytePairs, Marked, Sentences, Subwords, Vocabulary
 from cubegrad.study.problem import Split, StudyError
 
-MULTIPLE = 8  # of sentences in a batch, where it can be
+MULTIPLE = 8  # of sentences in a batch, if possible
 
 
 class Part(NamedTuple):
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus as numbers."""
+    """A corpus as ids."""
 
     subwords: Subwords
     german: Vocabulary
@@ -35,39 +35,39 @@ class Text:
 
 
 class Batch(NamedTuple):
-    source: Tensor  # a sentence a row, the longest first
+    source: Tensor  # one sentence per row, the longest first
     lengths: Tensor  # of the source, on the CPU
     target: Tensor
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of a corpus is taken. 0 is no limit."""
+    """How much of a corpus to use. 0 is no limit."""
 
     train: int = 0  # pairs
-    test: int = 0  # pairs, of valid as well
-    words: int = 0  # of a sentence
+    test: int = 0  # pairs, also of valid
+    words: int = 0  # per sentence
 
-    def few(self, pairs: list[Pair], count: int) -> list[Pair]:
-        """So many of the short ones, evenly spaced: some files are sorted."""
+    def select(self, pairs: list[Pair], count: int) -> list[Pair]:
+        """`count` of the short ones, evenly spaced, as some files are sorted."""
         words = [max(len(text.split()) for text in pair) for pair in pairs]
         short = [p for p, n in zip(pairs, words, strict=True) if n <= (self.words or n)]
         if not short or 10 * len(short) < min(count, len(pairs)):
             raise StudyError(
                 f"{len(short)} of {len(pairs):,} pairs have at most {self.words} words, and this "
-                f"preset takes {count:,} such; use other data or another --preset"
+                f"preset takes {count:,} of those; use other data or another --preset"
             )
         count = min(count or len(short), len(short))
         return [short[place * len(short) // count] for place in range(count)]
 
     def of(self, corpus: Corpus) -> dict[Split, list[Pair]]:
         counts: dict[Split, int] = {"train": self.train, "valid": self.test, "test": self.test}
-        return {part: self.few(corpus.parts[part], count) for part, count in counts.items()}
+        return {part: self.select(corpus.parts[part], count) for part, count in counts.items()}
 
 
 @lru_cache(maxsize=1)
 def prepared(data: Path, folders: tuple[str, ...], merges: int, limits: Limits) -> Text:
-    """Kept for the runs of one process; learning the subwords takes seconds and is repeatable."""
+    """The corpus as ids. Cached for the runs of one process: learning subwords takes seconds."""
     corpus = parallel.corpus(data, folders)
     pairs = limits.of(corpus)
     texts = [text for side in zip(*pairs["train"], strict=True) for text in side]
@@ -89,10 +89,10 @@ def prepared(data: Path, folders: tuple[str, ...], merges: int, limits: Limits) 
 
 
 def by_length(part: Part, tokens: int, order: Tensor) -> list[list[int]]:
-    """Numbers of sentences in batches of at most so many tokens a side, padding included.
+    """Indices of sentences in batches of at most `tokens` tokens per side, padding included.
 
-    As fairseq cuts them: sentences in the given order are sorted by the length of the source, and
-    those alike by that of the target; a batch has a multiple of 8 of them where it is full.
+    As in fairseq: sentences in the given order are sorted by source length, then target length;
+    a full batch has a multiple of 8 of them.
     """
     order = order[part.target.lengths[order].argsort(stable=True)]
     order = order[part.source.lengths[order].argsort(stable=True)]

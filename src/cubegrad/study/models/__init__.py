@@ -1,1 +1,1 @@
-"""The paper's networks, as plain `nn.Module`s, where no well-kept library has them."""
+"""The paper's networks that no maintained library has, as plain `nn.Module`s."""

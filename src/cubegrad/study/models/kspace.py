@@ -1,4 +1,4 @@
-"""Between images and k-space: centred orthonormal transforms, coils, and the lines measured.
+"""Images and k-space: centred orthonormal transforms, coils, and the measured lines.
 
 Arrays end in [height, width]; frequency 0 is at index [height // 2, width // 2].
 """
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 AXES = (-2, -1)
-TINY = 1e-30  # below the square of any measured value; the slope of √ at 0 is no number
+TINY = 1e-30  # below the square of any measured value; avoids the infinite slope of √ at 0
 
 
 class Slices(NamedTuple):
-    """Slices of one shape, as a scanner gives them that measures every line."""
+    """Fully sampled slices of one shape."""
 
     kspace: Tensor  # complex64 [count, coils, height, width]
-    target: Tensor  # float32 [count, height, width], the last two perhaps smaller
-    peak: Tensor  # [count], the brightest value of each one's volume
+    target: Tensor  # float32 [count, height, width]; height and width may be smaller
+    peak: Tensor  # [count], the brightest value of each slice's volume
 
 
 def to_kspace(images: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def to_images(kspace: Tensor) -> Tensor:
 
 
 def root_sum_of_squares(coils: Tensor) -> Tensor:
-    """Of complex images [..., coils, height, width], over the coils."""
+    """Over the coils of complex images [..., coils, height, width]."""
     squares = torch.view_as_real(coils).square().sum(-1).sum(-3)
     return squares.clamp_min(TINY).sqrt()
 
@@ -50,8 +50,8 @@ def measured(
 ) -> Tensor:
     """Columns at frequencies offset, offset ± acceleration, …, and the central ones: [width].
 
-    With acceleration 4 and offset 1, a frequency and its negative are never both on the lattice,
-    so that of an image with little phase, whose k-space is nearly symmetric, half is seen.
+    With acceleration 4 and offset 1, a frequency and its negative are never both on the lattice.
+    An image with little phase has nearly symmetric k-space, so half of it is then known.
     """
     frequency = torch.arange(width, device=device) - width // 2
     return (frequency % acceleration == offset) | central(width, low, device)

@@ -1,8 +1,8 @@
-"""An LSTM that reads, and one that writes while it looks at what was read.
+"""An LSTM encoder (the reader) and an LSTM decoder with attention (the writer).
 
-The network that fairseq calls lstm_wiseman_iwslt_de_en: one layer each way, the reader in one
-direction; attention by dot products of a projected state; what attention gave is part of the next
-input; the writer's embeddings are its output layer too. Dropout acts on what attention gives only.
+The network that fairseq calls lstm_wiseman_iwslt_de_en: one layer each, the reader in one
+direction; attention by dot products with a projected state; the attention output is part of the
+next input and the only place with dropout; the writer's embeddings are also its output layer.
 """
 
 from typing import NamedTuple
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-INITIAL = 0.1  # all weights are uniform between this and its negative
+INITIAL = 0.1  # weights start uniform in [-INITIAL, INITIAL]
 
 
 class State(NamedTuple):
-    """What the writer goes on from."""
+    """The writer's state between two steps."""
 
     hidden: Tensor
     cell: Tensor
-    attended: Tensor  # of the step before
+    attended: Tensor  # the last attention output
 
 
 class Memory(NamedTuple):
-    """What was read: (sentences, places, width) each, and -inf at the places past a sentence."""
+    """The reader's outputs."""
 
-    values: Tensor
-    keys: Tensor
-    blocked: Tensor  # (sentences, places, 1)
+    values: Tensor  # (sentences, places, width)
+    keys: Tensor  # (sentences, places, width)
+    blocked: Tensor  # (sentences, places, 1): -inf at padding, else 0
 
 
 class Translator(nn.Module):
@@ -51,11 +51,11 @@ class Translator(nn.Module):
             self.write_embedding.weight[pad] = 0
 
     def read(self, source: Tensor, lengths: Tensor) -> tuple[Memory, State]:
-        """Sentences as rows, the longest first; their lengths lie on the CPU."""
+        """Encode sentences, one per row, the longest first; `lengths` is on the CPU."""
         packed = pack_padded_sequence(self.read_embedding(source), lengths, batch_first=True)
         outputs, (hidden, cell) = self.reader(packed)
         values, _ = pad_packed_sequence(outputs, batch_first=True)
-        # v · (Q h) = (Qᵀ v) · h: projecting what was read, once, spares a product a step.
+        # v · (Q h) = (Qᵀ v) · h: projecting the values once saves a product per step.
         keys = linear(values, self.query.weight.t())
         zeros = torch.zeros_like(source, dtype=values.dtype)
         blocked = zeros.masked_fill(source == self.pad, -torch.inf).unsqueeze(2)
@@ -63,7 +63,7 @@ class Translator(nn.Module):
         return Memory(values, keys, blocked), first
 
     def step(self, embedded: Tensor, state: State, memory: Memory) -> State:
-        """One token further, for all sentences."""
+        """Advance all sentences by one token."""
         inputs = torch.cat((embedded, state.attended), 1)
         hidden, cell = self.writer(inputs, (state.hidden, state.cell))
         weights = torch.baddbmm(memory.blocked, memory.keys, hidden.unsqueeze(2)).softmax(1)
@@ -72,13 +72,13 @@ class Translator(nn.Module):
         return State(hidden, cell, dropout(attended, self.rate, self.training))
 
     def scores(self, attended: Tensor) -> Tensor:
-        # The one product that is large; the recurrence is many small ones, which would not gain.
+        # The only large product: the small ones of the recurrence would not gain from bfloat16.
         with torch.autocast("cuda", torch.bfloat16, attended.is_cuda):
             out = linear(attended, self.write_embedding.weight)
         return out.float()
 
     def forward(self, source: Tensor, lengths: Tensor, given: Tensor) -> Tensor:
-        """Scores of the token after each of `given`: (sentences, places, types)."""
+        """Scores for the token after each of `given`: (sentences, places, types)."""
         memory, state = self.read(source, lengths)
         attended = []
         for embedded in self.write_embedding(given).unbind(1):
@@ -88,7 +88,7 @@ class Translator(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, lengths: Tensor, end: int, limit: int) -> Tensor:
-        """The likeliest token again and again, until all sentences have ended or met the limit."""
+        """Greedy decoding, until all sentences have ended or reached the limit."""
         memory, state = self.read(source, lengths)
         token = torch.full_like(source[:, 0], end)
         ended = torch.zeros_like(token, dtype=torch.bool)

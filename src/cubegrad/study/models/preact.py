@@ -1,9 +1,9 @@
 """Pre-activation residual networks for images of 32x32.
 
-Norm and ReLU come before each convolution, so a block adds to a path that nothing else touches.
-They also come before the classifier, except in the network of the paper's CIFAR-10 problem: its
-58,144,842 parameters leave no room for them. Without them SGD at lr 0.1 throws the loss of an
-18-layer network from 2.3 to 100 within ten steps.
+Norm and ReLU precede each convolution, so a block only adds to the residual path. They also precede
+the classifier, except in the paper's CIFAR-10 network, whose 58,144,842 parameters do not include
+them. Without them SGD at lr 0.1 raises the loss of an 18-layer network from 2.3 to 100 within ten
+steps.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 
 class Block(nn.Module):
-    """Norm, ReLU, convolution, two or three times, beside a shortcut.
+    """Norm, ReLU, convolution, two or three times, with a shortcut.
 
     With `bottleneck`, 1x1, 3x3 and 1x1 at a quarter of the channels; else 3x3 twice. Where the
     shape changes, the shortcut is a 1x1 convolution of the first activation.

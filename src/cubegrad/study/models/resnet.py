@@ -1,7 +1,7 @@
-"""Residual networks of bottlenecks for photographs: ResNet-50 and thinner ones.
+"""Residual networks of bottlenecks for photographs: ResNet-50 and narrower ones.
 
-The usual form: a bottleneck has its stride in the 3x3 convolution, where the first publication
-had it in the first 1x1. It is a little more accurate and has the same parameters.
+As is usual now, a bottleneck has its stride in the 3x3 convolution, not in the first 1x1 as
+originally published: a little more accurate, with the same parameters.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 STAGES_50 = (3, 4, 6, 3)
-EXPANSION = 4  # of a bottleneck's width to what it adds
+EXPANSION = 4  # a bottleneck's output channels, in multiples of its width
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -18,7 +18,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1, each with its norm, beside a shortcut that is projected if it must be."""
+    """1x1, 3x3 and 1x1, each with its norm, and a shortcut, projected if the shape changes."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A quarter of the resolution at once, then stages that double the width and halve the side."""
+    """A stem that quarters the resolution, then stages that double the width and halve the side."""
 
     def __init__(
         self, stages: Sequence[int] = STAGES_50, width: int = 64, classes: int = 1000

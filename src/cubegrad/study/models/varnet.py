@@ -1,7 +1,7 @@
 """The end-to-end variational network: unrolled reconstruction of multi-coil MR images.
 
-The paper gives 12,931,532 parameters over 273 layers. Thirteen U-Nets of 21 convolutions, all with
-biases, are exactly that: 18 channels in the twelve cascades, 8 in the network of the coils'
+The paper gives 12,931,532 parameters over 273 layers. Thirteen U-Nets of 21 convolutions with
+biases match that exactly: 18 channels in the twelve cascades, 8 in the network of the coils'
 sensitivities, each with 4 poolings, bilinear upsampling and three 1x1 convolutions at the end.
 """
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Each pooling halves the image and, but for the last, doubles the channels."""
+    """Each pooling halves the image and, except the last, doubles the channels."""
 
     def __init__(self, channels: int, pools: int, ends: int = 2) -> None:
         super().__init__()
@@ -43,25 +43,25 @@ class UNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        passed = []
+        skips = []
         for block in self.down:
             x = block(x)
-            passed.append(x)
+            skips.append(x)
             x = max_pool2d(x, 2)
         x = self.bottom(x)
         for block in self.up:
-            beside = passed.pop()
-            x = interpolate(x, beside.shape[-2:], mode="bilinear", align_corners=False)
-            x = block(torch.cat([x, beside], 1))
+            skip = skips.pop()
+            x = interpolate(x, skip.shape[-2:], mode="bilinear", align_corners=False)
+            x = block(torch.cat([x, skip], 1))
         out: Tensor = self.last(x)
         return out
 
 
 class ComplexUNet(nn.Module):
-    """A U-Net of complex images [count, height, width], their parts as two channels.
+    """A U-Net for complex images [count, height, width]: real and imaginary part are two channels.
 
-    Each part goes in with mean 0 and deviation 1, and comes out with its own again. `mixed` runs
-    the U-Net in bfloat16.
+    Each part is normalised to mean 0 and deviation 1, and scaled back afterwards. `mixed` runs the
+    U-Net in bfloat16.
     """
 
     def __init__(self, channels: int, pools: int, mixed: bool = False) -> None:
@@ -78,7 +78,7 @@ class ComplexUNet(nn.Module):
         below, right = -height % self.multiple, -width % self.multiple
         top, left = below // 2, right // 2
         x = pad((x - mean) / deviation, (left, right - left, top, below - top))
-        # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+        # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
         kind = images.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
             x = self.unet(x)
@@ -92,7 +92,7 @@ class Cascade(nn.Module):
     def __init__(self, channels: int, pools: int, mixed: bool = False) -> None:
         super().__init__()
         self.refine = ComplexUNet(channels, pools, mixed)
-        self.strength = nn.Parameter(torch.ones(1))  # of data consistency
+        self.strength = nn.Parameter(torch.ones(1))  # weight of data consistency
 
     def forward(self, kspace: Tensor, measurement: Tensor, lines: Tensor, maps: Tensor) -> Tensor:
         image = (to_images(kspace) * maps.conj()).sum(1)
@@ -102,7 +102,7 @@ class Cascade(nn.Module):
 
 
 class VarNet(nn.Module):
-    """From the measured lines of k-space, [count, coils, height, width], to images in magnitude."""
+    """Measured lines of k-space [count, coils, height, width] -> magnitude images."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""One file a problem, each with a function `problem()`."""
+"""One file per problem, each with a function `problem()`."""

@@ -1,7 +1,7 @@
 """Masked language modelling with RoBERTa, as in the paper's section on BookWiki.
 
-Tokens lie on the device in two bytes each; blocks are cut out and masked there. Losses are in bits,
-as fairseq prints them and so as the paper has them; gradients are of the loss in nats, as there.
+Tokens are on the device in two bytes each, and blocks are cut and masked there. Losses are in bits,
+as fairseq prints them and the paper reports them; gradients are of the loss in nats, as in fairseq.
 """
 
 import math
@@ -18,17 +18,24 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from cubegrad.study.data import plain_text, tokens
-from cubegrad.study.data.masking import UNASKED, Blocks, Masked, masked, mixed, numbers_of
+from cubegrad.study.data.masking import (
+    IGNORED,
+    Blocks,
+    Masked,
+    block_indices,
+    combined_seed,
+    masked,
+)
 from cubegrad.study.data.tokens import BEGIN, PAD
 from cubegrad.study.graphs import Captured
 from cubegrad.study.problem import Preset, Problem, Setup, Split, Task, optional
 
-TEST_SEED = 20_210_126  # of the masks of test and validation, the same for all runs
+TEST_SEED = 20_210_126  # of the masks for test and validation, the same for all runs
 EVALUATED_AT_ONCE = 128  # blocks
 
 
 def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
-    """RoBERTa with a masked-LM head, its weights at random."""
+    """RoBERTa with a masked-LM head and random weights."""
     library = optional("transformers")
     config = library.RobertaConfig(
         vocab_size=vocabulary,
@@ -51,10 +58,10 @@ def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
 
 
 def total_loss(model: Any, blocks: Masked) -> Tensor:
-    """In nats, over all questions; the vocabulary is scored at their places alone."""
-    # With four dimensions the library takes the mask as it is, and need not look at its values.
+    """In nats, summed over all predictions; only their places are scored."""
+    # Four dimensions, so that the library uses the mask as it is, without reading its values.
     seen = (blocks.inputs != PAD)[:, None, None, :]
-    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
     with torch.autocast("cuda", torch.bfloat16, blocks.inputs.is_cuda, cache_enabled=False):
         hidden = model.roberta(blocks.inputs, attention_mask=seen).last_hidden_state
         places = blocks.places[:, :, None].expand(-1, -1, hidden.shape[2])
@@ -62,33 +69,33 @@ def total_loss(model: Any, blocks: Masked) -> Tensor:
     return cross_entropy(
         scores.float().flatten(0, 1),
         blocks.labels.flatten(),
-        ignore_index=UNASKED,
+        ignore_index=IGNORED,
         reduction="sum",
     )
 
 
-def asked(blocks: Masked) -> Tensor:
-    return (blocks.labels != UNASKED).sum()
+def prediction_count(blocks: Masked) -> Tensor:
+    return (blocks.labels != IGNORED).sum()
 
 
 def mean_loss(model: nn.Module, *tensors: Tensor) -> Tensor:
     blocks = Masked(*tensors)
-    return total_loss(model, blocks) / asked(blocks)
+    return total_loss(model, blocks) / prediction_count(blocks)
 
 
-def stepping(
+def make_step(
     model: nn.Module, at_once: int, clip: float, graphed: bool = False
 ) -> Callable[[Optimizer, Masked], Tensor]:
-    """`Task.step`: the gradient of the mean over all questions of the update, clipped.
+    """`Task.step`: the clipped gradient of the mean over all predictions of the update.
 
-    With `graphed` it is one CUDA graph, for updates that are one piece.
+    With `graphed` it is one CUDA graph, for updates of at most `at_once` blocks.
     """
     params = list(model.parameters())
     captured: Captured | None = None
 
     def in_pieces(optimizer: Optimizer, update: Masked) -> Tensor:
         optimizer.zero_grad()
-        count = asked(update)
+        count = prediction_count(update)
         total = torch.zeros((), device=count.device)
         for piece in update.split(at_once):
             loss = total_loss(model, piece) / count
@@ -111,10 +118,10 @@ def stepping(
 
 
 @torch.no_grad()
-def judged(model: nn.Module, blocks: Masked) -> dict[str, float]:
+def metrics(model: nn.Module, blocks: Masked) -> dict[str, float]:
     """The mean loss in bits and the perplexity; the host waits for the device once."""
     sums = [total_loss(model, piece).double() for piece in blocks.split(EVALUATED_AT_ONCE)]
-    loss = torch.stack(sums).sum() / asked(blocks) / math.log(2)
+    loss = torch.stack(sums).sum() / prediction_count(blocks) / math.log(2)
     bits, perplexity = torch.stack([loss, loss.exp2()]).tolist()
     return {"loss": bits, "perplexity": perplexity}
 
@@ -123,13 +130,13 @@ def judged(model: nn.Module, blocks: Masked) -> dict[str, float]:
 def parts(
     folder: Path, name: str, vocabulary: int, length: int, hold_out: bool, device: torch.device
 ) -> tuple[dict[Split, Blocks], int]:
-    """The text on the device, and how many tokens its vocabulary has."""
+    """The text on the device, and the size of its vocabulary."""
     texts = plain_text.find(folder, name)
     corpus = tokens.corpus(texts, vocabulary, length)
-    found = dict(corpus.parts)
+    by_part = dict(corpus.parts)
     if not hold_out and not texts.has_parts:
-        found["train"] = tokens.joined(found["train"], found["valid"])
-    return {part: Blocks.of(some, device) for part, some in found.items()}, corpus.vocabulary
+        by_part["train"] = tokens.joined(by_part["train"], by_part["valid"])
+    return {part: Blocks.of(some, device) for part, some in by_part.items()}, corpus.vocabulary
 
 
 def build(setup: Setup) -> Task:
@@ -145,31 +152,32 @@ def build(setup: Setup) -> Task:
     def batches(epoch: int) -> Iterator[Masked]:
         generator = Generator(device)
         for update in range(epoch * updates, (epoch + 1) * updates):
-            rows = train.rows(numbers_of(seed, update, batch, train.number, device), length)
-            yield masked(rows, vocabulary, generator.manual_seed(mixed(seed, update)))
+            indices = block_indices(seed, update, batch, train.number, device)
+            generator.manual_seed(combined_seed(seed, update))
+            yield masked(train.rows(indices, length), vocabulary, generator)
 
     def loss(model: nn.Module, update: Masked) -> Tensor:
         return mean_loss(model, *update)
 
     @lru_cache(maxsize=2)
-    def questions(part: Split) -> Masked:
-        """Spread evenly over the part, and drawn on the host: the same on every machine."""
+    def test_blocks(part: Split) -> Masked:
+        """Evenly spaced blocks of the part, masked on the CPU: the same on every machine."""
         blocks = sets[part]
         count = min(options["test_blocks"], blocks.number)
         rows = blocks.rows(torch.arange(count, device=device) * blocks.number // count, length)
-        drawn = masked(rows.cpu(), vocabulary, Generator().manual_seed(TEST_SEED))
-        return Masked(*(tensor.to(device) for tensor in drawn))
+        on_cpu = masked(rows.cpu(), vocabulary, Generator().manual_seed(TEST_SEED))
+        return Masked(*(tensor.to(device) for tensor in on_cpu))
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
-        return judged(model, questions(part))
+        return metrics(model, test_blocks(part))
 
     graphed = device.type == "cuda" and batch <= options["at_once"]
-    step = stepping(model, options["at_once"], options["clip"], graphed)
+    step = make_step(model, options["at_once"], options["clip"], graphed)
     return Task(model, batches, loss, evaluate, steps_per_epoch=updates, step=step)
 
 
 def check_data(setup: Setup) -> None:
-    """Reads the text and makes the tokens, which the runs then find ready."""
+    """Reads the text and caches its tokens for the runs."""
     optional("transformers")
     options = setup.preset.options
     texts = plain_text.find(setup.data, options["corpus"])
@@ -214,7 +222,7 @@ def _gpu() -> Preset:
         batch=256,
         schedule="polynomial:1500",
         seeds=3,
-        # Between those of the paper and those of a tiny network on a CPU, which are larger.
+        # Between the paper's and those of the tiny network of preset cpu, which are larger.
         lrs={
             "madgrad": (5e-3, 2.5e-2),
             "sgd": (2.5e-1, 1.0),

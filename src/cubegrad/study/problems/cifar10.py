@@ -1,6 +1,6 @@
 """CIFAR-10 with pre-activation residual networks, as in the paper's section on it.
 
-The data lies on the device in bytes and is cropped and flipped there. On a GPU the convolutions
+The data is kept on the device in bytes, and cropped and flipped there. On a GPU the convolutions
 run in bfloat16, and a batch's loss and gradients are one CUDA graph of compiled code.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -22,16 +21,16 @@ from cubegrad.study.problem import Preset, Problem, Setup, Split, Task
 
 SIDE = 32
 PADDING = 4
-HELD_OUT = 0.1  # of the training set, its last images; the publisher has shuffled them
+HELD_OUT = 0.1  # the last images of the training set, which the publisher has shuffled
 TEST_BATCH = 1000
-CROPPED_AT_ONCE = 8192  # images; their indices take 8 KiB each for a moment
+CROPPED_AT_ONCE = 8192  # images; their indices temporarily take 8 KiB each
 
 
 @lru_cache(maxsize=1)
 def parts(
     folder: Path, download: bool, hold_out: bool, sizes: tuple[int, int], device: torch.device
 ) -> dict[Split, Images]:
-    """The sets on the device, their first `sizes` images to train and test with, channels last."""
+    """The first `sizes` images of the training and the test set on the device, channels last."""
     train, test = data.cifar10(folder, download)
     train, test = (
         Images(images[:size].permute(0, 2, 3, 1).contiguous().to(device), labels[:size].to(device))
@@ -45,9 +44,9 @@ def parts(
 
 
 def augmented(train: Images, batch: int, generator: Generator) -> Iterator[Images]:
-    """An epoch's batches, in random order: each image moved by up to 4 px, half of them mirrored.
+    """An epoch's batches in random order: each image is shifted by up to 4 px, half are mirrored.
 
-    What comes in at the edge is black, as it is where images are padded before they are centred.
+    Padding is black, as if images were padded before they are centred.
     """
     device = train.images.device
     count = len(train.labels)
@@ -68,9 +67,9 @@ def augmented(train: Images, batch: int, generator: Generator) -> Iterator[Image
 
 
 def scores(model: nn.Module, images: Tensor) -> Tensor:
-    """The classes' scores of images in bytes, which are centred around 0.5."""
+    """Class scores of byte images, which are centred here."""
     centred = images.permute(0, 3, 1, 2).float() / 255 - 0.5
-    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
     mixed = torch.autocast("cuda", torch.bfloat16, images.is_cuda, cache_enabled=False)
     with mixed:
         out: Tensor = model(centred)
@@ -83,7 +82,7 @@ def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 @cache
 def compiled_loss() -> Loss:
-    """Compiled once for all models of one shape that a process trains."""
+    """Compiled once per process, for all models of one shape."""
     return torch.compile(mean_loss, dynamic=False)
 
 
@@ -109,18 +108,18 @@ def build(setup: Setup) -> Task:
         return mean_loss(model, batch.images, batch.labels)
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
-        return judged(model, sets[part])
+        return metrics(model, sets[part])
 
     step = None
     if setup.device.type == "cuda":
-        loss_of_full = compiled_loss() if options["compile"] else mean_loss
-        step = GraphedStep(model, loss_of_full, batch, rest=mean_loss)
+        full_batch_loss = compiled_loss() if options["compile"] else mean_loss
+        step = GraphedStep(model, full_batch_loss, batch, rest=mean_loss)
     steps = -(-len(train.labels) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 
 
 @torch.no_grad()
-def judged(model: nn.Module, examples: Images) -> dict[str, float]:
+def metrics(model: nn.Module, examples: Images) -> dict[str, float]:
     """Mean loss and accuracy in percent; the host waits for the device once."""
     was_training = model.training
     model.eval()
@@ -139,10 +138,11 @@ def check_data(setup: Setup) -> None:
     data.cifar10(setup.data, setup.download)
 
 
-def problem() -> Problem:
-    whole: dict[str, Any] = {"train": 50_000, "test": 10_000, "compile": True, "width": 64}
-    whole["last_norm"] = True
-    gpu = Preset(
+WHOLE = {"train": 50_000, "test": 10_000, "compile": True, "width": 64, "last_norm": True}
+
+
+def _gpu() -> Preset:
+    return Preset(
         epochs=36,
         batch=128,
         schedule="tenthing:50%-75%",
@@ -155,19 +155,25 @@ def problem() -> Problem:
             "adagrad": (1e-2, 5e-2),
         },
         size="PreAct ResNet-18, 11,172,170 parameters",
-        options={**whole, "stages": STAGES_18, "bottleneck": False},
+        options={**WHOLE, "stages": STAGES_18, "bottleneck": False},
     )
-    paper = replace(
-        gpu,
+
+
+def _paper() -> Preset:
+    return replace(
+        _gpu(),
         epochs=300,
         schedule="tenthing:150-225",
         seeds=10,
         size="PreAct ResNet-152, 58,144,842 parameters",
-        options={**whole, "stages": STAGES_152, "bottleneck": True, "last_norm": False},
+        options={**WHOLE, "stages": STAGES_152, "bottleneck": True, "last_norm": False},
     )
+
+
+def _cpu() -> Preset:
     few = {"train": 1000, "test": 500, "compile": False, "width": 8, "last_norm": True}
-    cpu = replace(
-        gpu,
+    return replace(
+        _gpu(),
         epochs=6,
         batch=32,
         decays=(1e-4,),
@@ -180,11 +186,14 @@ def problem() -> Problem:
         size="PreAct ResNet-8, 19,858 parameters, on 1,000 images",
         options={**few, "stages": (1, 1, 1), "bottleneck": False},
     )
+
+
+def problem() -> Problem:
     return Problem(
         name="cifar10",
         description="PreAct ResNets on CIFAR-10, with flips and crops",
         build=build,
-        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
         metric="accuracy",
         higher_is_better=True,
         unit="%",

@@ -16,7 +16,7 @@ SPLIT_SEED = 0
 
 
 def split(data: Data, share: float, generator: Generator) -> tuple[Data, Data]:
-    """Two parts at random, the first with this share of every class."""
+    """Split at random; the first part gets this share of every class."""
     images, labels = data
     order = torch.randperm(len(labels), generator=generator)
     classes = [order[labels[order] == label] for label in range(10)]
@@ -27,7 +27,7 @@ def split(data: Data, share: float, generator: Generator) -> tuple[Data, Data]:
 
 @cache
 def parts(hold_out: bool) -> dict[Split, Data]:
-    """70 % to train with and 30 % to test; a fifth of the former to choose with, if asked for."""
+    """70 % for training, with `hold_out` a fifth of it for validation; 30 % for the test."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     generator = Generator().manual_seed(SPLIT_SEED)
     train, test = split((images.float().view(-1, 1, 8, 8) / 16, labels), 0.7, generator)

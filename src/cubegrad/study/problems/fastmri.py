@@ -1,6 +1,6 @@
 """Accelerated MR reconstruction with an end-to-end VarNet, as in the paper's section on fastMRI.
 
-Preset `paper` reads fastMRI's own k-space. The others make k-space of real MR slices. On a GPU
+Preset `paper` reads fastMRI's k-space; the others simulate k-space from real MR slices. On a GPU
 with `graph`, a batch's loss and gradients are one CUDA graph.
 """
 
@@ -26,8 +26,8 @@ ACCELERATION = 4
 OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
-# Of VarNet, in its order; how many central lines are measured; bfloat16 in the U-Nets and one graph
-# a step, on a GPU.
+# VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
+# bfloat16 and a step is one CUDA graph.
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
     "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
@@ -54,7 +54,7 @@ LRS = {
     },
 }
 
-Batch = list[Slices]  # the slices of an entry have one shape
+Batch = list[Slices]  # each entry holds slices of one shape
 
 
 class Source(Protocol):
@@ -78,7 +78,7 @@ def ssim(images: Tensor, targets: Tensor, peaks: Tensor) -> Tensor:
 
 
 def similarity(model: nn.Module, slices: Slices, low: int) -> Tensor:
-    """SSIM of what the model makes of a quarter of the lines, a slice each."""
+    """SSIM of each slice, reconstructed from a quarter of its lines."""
     kspace, target, peak = slices
     lines = measured(kspace.shape[-1], low, ACCELERATION, OFFSET, kspace.device)
     image = model(kspace * lines, lines, low)
@@ -87,12 +87,12 @@ def similarity(model: nn.Module, slices: Slices, low: int) -> Tensor:
 
 
 class Step:
-    """`Task.step`: the gradients of each shape's slices are summed before the optimizer steps."""
+    """`Task.step`: gradients are summed over the batch's shapes before the optimizer steps."""
 
     def __init__(self, model: nn.Module, low: int, graphed: int = 0) -> None:
         self.model = model
         self.low = low
-        self.graphed = graphed  # slices in a batch whose step is a CUDA graph; 0 is none
+        self.graphed = graphed  # batches of this size run as a CUDA graph; 0: none do
         self.captured: Captured | None = None
 
     def __call__(self, optimizer: Optimizer, batch: Batch) -> Tensor:
@@ -118,7 +118,7 @@ class Step:
 
 @lru_cache(maxsize=1)
 def scans(folder: Path, hold_out: bool, device: torch.device) -> dict[str, Source]:
-    """fastMRI's volumes; every tenth of those to train with may be held out."""
+    """fastMRI's volumes; with `hold_out` every tenth training volume is for validation."""
     train, test = data.volumes(folder, "train"), data.volumes(folder, "test")
     if not hold_out:
         return {"train": data.Scans(train, device), "test": data.Scans(test, device)}
@@ -136,13 +136,13 @@ def scans(folder: Path, hold_out: bool, device: torch.device) -> dict[str, Sourc
 def simulated(
     folder: Path, hold_out: bool, device: torch.device, sizes: tuple[int, int, int, int]
 ) -> dict[str, Source]:
-    """The slices, shrunk, on the device; at most the first two sizes to train and to judge with."""
+    """Shrunk slices on the device; `sizes`: most for training, most for the test, shrink, coils."""
     train, test, shrink, coils = sizes
-    stored = mr_slices.stored(folder)
+    stored = mr_slices.load(folder)
     return {
         part: mr_slices.Simulated(
             stored,
-            mr_slices.chosen(places, train if part == "train" else test),
+            mr_slices.evenly_spaced(places, train if part == "train" else test),
             shrink,
             coils,
             device,
@@ -176,7 +176,7 @@ def build(setup: Setup) -> Task:
         return 1 - torch.cat([similarity(model, one, low) for one in batch]).mean()
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
-        return judged(model, parts[part], low, options["judged_at_once"])
+        return metrics(model, parts[part], low, options["judged_at_once"])
 
     graphed = batch if options["graph"] and setup.device.type == "cuda" else 0
     step = Step(model, low, graphed)
@@ -185,8 +185,8 @@ def build(setup: Setup) -> Task:
 
 
 @torch.no_grad()
-def judged(model: nn.Module, source: Source, low: int, at_once: int) -> dict[str, float]:
-    """Mean SSIM over the slices, and 1 less it; the host waits for the device once."""
+def metrics(model: nn.Module, source: Source, low: int, at_once: int) -> dict[str, float]:
+    """Mean SSIM over the slices, and 1 - SSIM; the host waits for the device once."""
     order = torch.split(torch.arange(len(source)), at_once)
     total = torch.stack(
         [
@@ -205,7 +205,7 @@ def check_data(setup: Setup) -> None:
         for part in data.FOLDERS:
             data.volumes(setup.data, part)
         return
-    stored = mr_slices.stored(setup.data)
+    stored = mr_slices.load(setup.data)
     pools = options["network"][2]
     mr_slices.check(setup.data, stored, options["shrink"], max(2 << pools, WINDOW))
 

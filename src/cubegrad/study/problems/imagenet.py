@@ -1,6 +1,6 @@
 """ImageNet with ResNet-50, as in the paper's section on it; any folder-per-class tree will do.
 
-Images are decoded and cropped in worker processes, or all kept in bytes on the device and cropped
+Images are decoded and cropped in worker processes, or kept in bytes on the device and cropped
 there. On a GPU the network runs in bfloat16, channels last, and a step is one CUDA graph.
 """
 
@@ -19,8 +19,8 @@ from cubegrad.study.data import crops
 from cubegrad.study.data.decoding import (
     Batch,
     Crops,
+    Request,
     Stored,
-    Wanted,
     Workers,
     read_all,
     worker_count,
@@ -36,7 +36,7 @@ TEST_BATCH = 250
 MOST_BYTES = 16 * 2**30  # of images in memory
 
 Source = Callable[[Split, int | None, list[list[int]]], Iterator[Batch]]
-"""Batches of a part's images, those of an epoch at random places, else their middles."""
+"""(part, epoch, indices by batch) -> batches: random crops of that epoch; None: the middles."""
 
 
 def tree_of(setup: Setup) -> Tree:
@@ -49,14 +49,14 @@ def tree_of(setup: Setup) -> Tree:
 def stored(
     folder: Path, chosen: tuple[Any, ...], hold_out: bool, longest: int, device: torch.device
 ) -> tuple[int, dict[Split, Stored]]:
-    """How many classes there are, and the images, which the runs of one process share."""
+    """The number of classes, and the images, which the runs of one process share."""
     classes, *most = chosen
     tree = read_tree(folder, classes, (most[0], most[1]), hold_out)
     return len(tree.classes), read_all(tree.parts, longest, device)
 
 
 def from_memory(sets: dict[Split, Stored], seed: int, side: int, short: int) -> Source:
-    """Crops made on the device. The numbers of an image are those that a worker would draw."""
+    """Crop on the device, with the same random numbers that a worker would draw."""
 
     def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
         images, sizes, labels = sets[part]
@@ -87,7 +87,7 @@ def from_memory(sets: dict[Split, Stored], seed: int, side: int, short: int) -> 
 
 def from_workers(workers: Workers, device: torch.device) -> Source:
     def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
-        for images, labels in workers.answers(Wanted(part, some, epoch) for some in plan):
+        for images, labels in workers.answers(Request(part, some, epoch) for some in plan):
             yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
     return batches
@@ -95,7 +95,7 @@ def from_workers(workers: Workers, device: torch.device) -> Source:
 
 @cache
 def normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Made once: the host waits while they go to the device."""
+    """Cached, as the host waits while they are copied to the device."""
     means, deviations = (
         255 * torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEANS, DEVIATIONS)
     )
@@ -103,10 +103,10 @@ def normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def scores(model: nn.Module, images: Tensor) -> Tensor:
-    """The classes' scores of images of 0 to 255, which are normalised here."""
+    """Class scores of images with values 0 to 255, which are normalised here."""
     means, deviations = normalisation(images.device)
     normal = ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
-    # The cache of casts would outlive a graph's capture, and each weight is cast only once.
+    # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
     with torch.autocast("cuda", torch.bfloat16, images.is_cuda, cache_enabled=False):
         out: Tensor = model(normal)
     return out.float()
@@ -117,9 +117,9 @@ def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def shuffled(count: int, batch: int, generator: Generator) -> list[list[int]]:
-    """An epoch's batches, the last perhaps smaller, but never one image.
+    """An epoch's batches. The last may be smaller, but a single image is dropped.
 
-    A lone image may leave a batch norm with one value a channel and nothing to normalise by.
+    It may leave a batch norm one value per channel, whose variance is undefined.
     """
     order = torch.randperm(count, generator=generator).tolist()
     if count % batch == 1:
@@ -163,7 +163,7 @@ def build(setup: Setup) -> Task:
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
         plan = in_order(list(range(counts[part])), TEST_BATCH)
-        return judged(model, source(part, None, plan), counts[part])
+        return metrics(model, source(part, None, plan), counts[part])
 
     steps = len(shuffled(counts["train"], batch, Generator()))
     step = GraphedStep(model, mean_loss, batch) if device.type == "cuda" else None
@@ -171,17 +171,17 @@ def build(setup: Setup) -> Task:
 
 
 @torch.no_grad()
-def judged(model: nn.Module, batches: Iterator[Batch], count: int) -> dict[str, float]:
+def metrics(model: nn.Module, batches: Iterator[Batch], count: int) -> dict[str, float]:
     """Mean loss and accuracy in percent; the host waits for the device once."""
     sums: list[Tensor] = []
     names = ["loss", "accuracy"]
     for images, labels in batches:
         out = scores(model, images)
-        found = [cross_entropy(out, labels, reduction="sum"), (out.argmax(1) == labels).sum()]
-        if out.shape[1] > 5:  # of 5 classes all are among the first 5
+        values = [cross_entropy(out, labels, reduction="sum"), (out.argmax(1) == labels).sum()]
+        if out.shape[1] > 5:  # else top 5 is always right
             names = ["loss", "accuracy", "top5"]
-            found.append((out.topk(5, 1).indices == labels[:, None]).sum())
-        sums.append(torch.stack([value.double() for value in found]))
+            values.append((out.topk(5, 1).indices == labels[:, None]).sum())
+        sums.append(torch.stack([value.double() for value in values]))
     means = (torch.stack(sums).sum(0) / count).tolist()
     return {
         name: mean if name == "loss" else 100 * mean
@@ -201,13 +201,15 @@ def check_data(setup: Setup) -> None:
         )
 
 
-def problem() -> Problem:
-    whole: dict[str, Any] = {"stages": STAGES_50, "width": 64, "classes": None}
-    whole.update(train=None, test=None)  # how many images of a class: all
-    paper = Preset(
+# All classes, and all images of each.
+WHOLE = {"stages": STAGES_50, "width": 64, "classes": None, "train": None, "test": None}
+
+
+def _paper() -> Preset:
+    return Preset(
         epochs=90,
         batch=256,
-        # The third tenthing is in the paper's table; a run of 90 epochs ends before it.
+        # 90 is in the paper's table, though a run of 90 epochs ends before it.
         schedule="tenthing:30-60-90",
         decays=(2.5e-5, 1e-4),
         lrs={
@@ -217,10 +219,13 @@ def problem() -> Problem:
             "adagrad": (5e-3, 2.5e-2),
         },
         size="ResNet-50, 25,557,032 parameters with 1,000 classes, at 224 px",
-        options={**whole, "side": 224, "short": 256, "longest": None},
+        options={**WHOLE, "side": 224, "short": 256, "longest": None},
     )
-    gpu = replace(
-        paper,
+
+
+def _gpu() -> Preset:
+    return replace(
+        _paper(),
         epochs=12,
         schedule="tenthing:4-8",
         seeds=3,
@@ -232,12 +237,15 @@ def problem() -> Problem:
             "adagrad": (5e-3, 2.5e-2),
         },
         size="ResNet-50, 23,528,522 parameters with 10 classes, at 64 px",
-        options={**whole, "side": 64, "short": 73, "longest": 128},
+        options={**WHOLE, "side": 64, "short": 73, "longest": 128},
     )
-    # A fourth stage would leave one pixel of 32, and batch norms 32 values to average.
+
+
+def _cpu() -> Preset:
+    # A fourth stage would reduce 32 pixels to one, and leave batch norms 32 values to average.
     few = {"stages": (1, 1, 1), "width": 16, "classes": 10, "train": 100, "test": 30}
-    cpu = replace(
-        gpu,
+    return replace(
+        _gpu(),
         batch=32,
         lrs={
             "madgrad": (1e-3, 5e-3),
@@ -248,11 +256,14 @@ def problem() -> Problem:
         size="ResNet of 3 bottlenecks, 129,562 parameters, at 32 px, on 1,000 images",
         options={**few, "side": 32, "short": 37, "longest": 64},
     )
+
+
+def problem() -> Problem:
     return Problem(
         name="imagenet",
         description="ResNet-50 on a folder of images for each class, ImageNet's or yours",
         build=build,
-        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
         metric="accuracy",
         higher_is_better=True,
         unit="%",

@@ -1,7 +1,7 @@
 """German to English with LSTMs and attention, as in the paper's section on IWSLT14.
 
-Runs are counted in updates: an epoch of the study is so many of them, whatever part of the
-sentences that is. All batches are cut once a run, by length, and lie on the device.
+The length of a run is given in updates: an epoch of the study is a fixed number of them, not a pass
+over the data. Batches are formed once per run, by length, and kept on the device.
 """
 
 import math
@@ -30,7 +30,7 @@ from cubegrad.study.models.lstm_attention import Translator
 from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
 
 SMOOTHING = 0.1
-CLIP = 25.0  # fairseq's default in the paper's year
+CLIP = 25.0  # fairseq's default when the paper was written
 BIT = math.log(2)  # nats
 SOURCES = (
     "German-English sentences: IWSLT14 as fairseq's prepare-iwslt14.sh leaves it (paper), "
@@ -39,22 +39,22 @@ SOURCES = (
 
 
 def losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens, in nats: with smoothed labels, and of the labels themselves."""
+    """Losses summed over the tokens, in nats: with smoothed labels, and without."""
     given = batch.target.roll(1, 1)
     given[:, 0] = END
     log_p = model(batch.source, batch.lengths, given).log_softmax(2)
     real = batch.target != PAD
     nll = -log_p.gather(2, batch.target.unsqueeze(2)).squeeze(2).masked_fill(~real, 0).sum()
-    spread = -log_p.mean(2).masked_fill(~real, 0).sum()
-    return (1 - SMOOTHING) * nll + SMOOTHING * spread, nll
+    uniform = -log_p.mean(2).masked_fill(~real, 0).sum()  # against uniform labels
+    return (1 - SMOOTHING) * nll + SMOOTHING * uniform, nll
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return losses(model, batch)[0] / (batch.target != PAD).sum()
 
 
-def stepping(model: nn.Module) -> Callable[[Optimizer, Batch], Tensor]:
-    """`Task.step`, with clipping. As fairseq's, gradients are of nats and the loss is in bits."""
+def make_step(model: nn.Module) -> Callable[[Optimizer, Batch], Tensor]:
+    """`Task.step`, with clipping. As in fairseq, gradients are of nats and the loss is in bits."""
 
     def step(optimizer: Optimizer, batch: Batch) -> Tensor:
         optimizer.zero_grad()
@@ -68,8 +68,8 @@ def stepping(model: nn.Module) -> Callable[[Optimizer, Batch], Tensor]:
 
 
 @torch.no_grad()
-def judged(model: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
-    """Bits a token, with smoothed labels (the paper's loss) and without, and the perplexity."""
+def metrics(model: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
+    """Bits per token, with smoothed labels (the paper's loss) and without, and the perplexity."""
     device = batches[0].target.device
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
@@ -77,13 +77,13 @@ def judged(model: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
         total += torch.stack([value.double() for value in (*losses(model, batch), tokens)])
     smoothed, nll, count = total.tolist()
     smoothed, nll = smoothed / count / BIT, nll / count / BIT
-    # A hopeless model's would overflow, and a run with an infinity counts as diverged.
+    # Clamped, as an overflow of a hopeless model would count as divergence.
     perplexity = 2.0 ** min(nll, 100.0) if math.isfinite(nll) else nll
     return {"loss": smoothed, "nll": nll, "perplexity": perplexity}
 
 
 class Bleu:
-    """The BLEU of greedy translations of a part's sentences, so many of them, evenly spaced."""
+    """The BLEU of greedy translations of `count` evenly spaced sentences of a part."""
 
     def __init__(self, text: Text, part: Part, count: int, tokens: int, device: torch.device):
         self.text = text
@@ -103,16 +103,16 @@ class Bleu:
         return texts
 
     def __call__(self, model: Translator) -> dict[str, float]:
-        """Nothing where sacrebleu is not installed: the score stands beside the metric."""
+        """Empty if sacrebleu is not installed: the score is not the metric that decides."""
         try:
             sacrebleu = optional("sacrebleu") if self.batches else None
         except StudyError:
             sacrebleu = None
         if sacrebleu is None:
             return {}
-        cut = "none" if self.text.tokenised else "13a"
+        tokenizer = "none" if self.text.tokenised else "13a"
         score = sacrebleu.corpus_bleu(
-            self.translations(model), [self.references], tokenize=cut, force=True
+            self.translations(model), [self.references], tokenize=tokenizer, force=True
         )
         return {"bleu": score.score}
 
@@ -131,24 +131,26 @@ def build(setup: Setup) -> Task:
     text = _text(setup)
     train = text.parts["train"]
     order = torch.randperm(len(train.source), generator=Generator().manual_seed(setup.seed))
-    cut = [batch_of(train, group, setup.device) for group in by_length(train, tokens, order)]
+    all_batches = [
+        batch_of(train, group, setup.device) for group in by_length(train, tokens, order)
+    ]
     model = Translator(
         len(text.german), len(text.english), options["width"], options["dropout"], PAD
     ).to(setup.device)
     steps: int = options["steps"]
 
     def batches(epoch: int) -> Iterator[Batch]:
-        """Pass after pass over all batches, each in an order of its own."""
+        """Passes over all batches, each in its own random order."""
         order: list[int] = []
         for update in range(epoch * steps, (epoch + 1) * steps):
-            number, place = divmod(update, len(cut))
+            number, place = divmod(update, len(all_batches))
             if not order or not place:
                 generator = Generator().manual_seed(1_000_003 * setup.seed + number)
-                order = torch.randperm(len(cut), generator=generator).tolist()
-            yield cut[order[place]]
+                order = torch.randperm(len(all_batches), generator=generator).tolist()
+            yield all_batches[order[place]]
 
     @lru_cache
-    def judging(split: Split) -> tuple[list[Batch], Bleu]:
+    def examples_of(split: Split) -> tuple[list[Batch], Bleu]:
         part = text.parts[split]
         groups = by_length(part, max(tokens, _longest(part)), torch.arange(len(part.source)))
         bleu = Bleu(text, part, options["bleu"], max(tokens, _longest(part)), setup.device)
@@ -156,10 +158,10 @@ def build(setup: Setup) -> Task:
 
     def evaluate(model: nn.Module, split: Split) -> dict[str, float]:
         assert isinstance(model, Translator)
-        examples, bleu = judging(split)
-        return {**judged(model, examples), **bleu(model)}
+        examples, bleu = examples_of(split)
+        return {**metrics(model, examples), **bleu(model)}
 
-    return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=stepping(model))
+    return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=make_step(model))
 
 
 def _longest(part: Part) -> int:
@@ -173,10 +175,11 @@ def check_data(setup: Setup) -> None:
         optional("tokenizers")
 
 
-def problem() -> Problem:
-    whole: dict[str, Any] = {"train": 0, "test": 0, "words": 0}
-    whole |= {"merges": 10_000, "width": 256, "dropout": 0.3}
-    paper = Preset(
+WHOLE = {"train": 0, "test": 0, "words": 0, "merges": 10_000, "width": 256, "dropout": 0.3}
+
+
+def _paper() -> Preset:
+    return Preset(
         epochs=60,
         batch=4096,
         schedule="inverse-sqrt:4000",
@@ -191,14 +194,17 @@ def problem() -> Problem:
         },
         size="LSTMs of 256 with attention, 5,474,304 parameters, 60 x 1,000 updates",
         options={
-            **whole,
+            **WHOLE,
             "folders": ("iwslt14.tokenized.de-en", "iwslt14"),
             "steps": 1000,
             "bleu": 1000,
         },
     )
-    gpu = replace(
-        paper,
+
+
+def _gpu() -> Preset:
+    return replace(
+        _paper(),
         epochs=10,
         batch=8192,
         schedule="inverse-sqrt:400",
@@ -212,12 +218,15 @@ def problem() -> Problem:
             "adagrad": (1e-1, 1.0),
         },
         size="LSTMs of 256 with attention, 4,687,872 parameters on Tatoeba, 10 x 250 updates",
-        options={**whole, "folders": ("tatoeba",), "steps": 250, "bleu": 1000},
+        options={**WHOLE, "folders": ("tatoeba",), "steps": 250, "bleu": 1000},
     )
+
+
+def _cpu() -> Preset:
     few: dict[str, Any] = {"folders": ("tatoeba",), "train": 8000, "test": 300, "words": 4}
     few |= {"merges": 500, "width": 64, "dropout": 0.3, "steps": 80, "bleu": 100}
-    cpu = replace(
-        gpu,
+    return replace(
+        _gpu(),
         epochs=6,
         batch=256,
         schedule="inverse-sqrt:80",
@@ -230,11 +239,14 @@ def problem() -> Problem:
         size="LSTMs of 64 with attention, 156,160 parameters, on 8,000 short pairs of Tatoeba",
         options=few,
     )
+
+
+def problem() -> Problem:
     return Problem(
         name="iwslt14",
         description="German to English with LSTMs and attention, losses in bits a token",
         build=build,
-        presets={"cpu": cpu, "gpu": gpu, "paper": paper},
+        presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
         data=SOURCES,
         unit="bits",
         beside=("bleu",),
