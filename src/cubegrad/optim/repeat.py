@@ -88,11 +88,11 @@ class Prepared:
             return None
         if not tensors.same_objects(self.params, list(group["params"])):
             return None
+        if any(param.grad is not None for param in self.idle):
+            return None
         journal = self.journal
         journal.step += 1
         if journal.changed or (journal.exposed and not journal.nothing_moved()):
-            return None
-        if any(param.grad is not None for param in self.idle):
             return None
         tables = []
         with self.shards if self.shards.pairs else NOTHING:
