@@ -9,6 +9,8 @@ from cubegrad.options import Hyper
 from cubegrad.sharding import ShardedOver
 from cubegrad.state.layout import Layout
 
+Spans = list[tuple[int, int]]  # memory, as memory.span gives it
+
 
 class Row(NamedTuple):
     """One parameter: real strided tensors, what this process holds of them."""
@@ -19,12 +21,22 @@ class Row(NamedTuple):
     buffers: tuple[Tensor, ...]  # as the batch's layout names them
 
 
+class Member(NamedTuple):
+    """A row, and the optimizer's parameter that it belongs to: of a sharded one it has a shard."""
+
+    owner: Tensor
+    layout: Layout
+    row: Row
+    drops_start: bool = False  # x_0 is held and used, but not needed after this step
+
+
 class Batch(NamedTuple):
     """Parameters that are updated together: of one layout, device, dtype and gradient dtype."""
 
     layout: Layout
     rows: list[Row]
     sharded_over: ShardedOver = None  # told apart only where lr="auto" adds up sums
+    spans: list[Spans] | None = None  # where each row lies, once a fused backend has checked it
 
     @property
     def params(self) -> list[Tensor]:
@@ -52,6 +64,9 @@ class Backend(Protocol):
     # Whether one kernel updates the whole batch. It then keeps the step counts on the device, takes
     # a GradScaler's scale and verdict, and what it launches can be repeated.
     FUSED: bool
+
+    def checked(self, batch: Batch) -> Batch:
+        """Refuse tensors that cannot be updated."""
 
     def step(self, batch: Batch, h: Hyper) -> Launch | None:
         """Update parameters, buffers and step counts in place, and nothing else.

@@ -11,25 +11,31 @@ import torch
 from torch import Tensor
 
 from cubegrad.backends import memory
-from cubegrad.backends.batch import Batch, Launch, Row
+from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
 from cubegrad.state.layout import state_dtype
 
 
-def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
-    """Update the batch; returns the launch if it used every tensor where it lies."""
+def checked(batch: Batch) -> Batch:
+    """The batch with the memory of its tensors; refuses what a kernel must not touch."""
     rows = [
         # Forward-mode differentiation makes zeros that have no memory.
         row._replace(grad=row.grad.clone()) if row.grad._is_zerotensor() else row
         for row in batch.rows
     ]
-    batch = batch._replace(rows=rows)
-    spans = [_checked_spans(row) for row in batch.rows]
+    return batch._replace(rows=rows, spans=[_checked_spans(row) for row in rows])
+
+
+def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
+    """Update the batch; returns the launch if it used every tensor where it lies."""
+    if batch.spans is None:
+        batch = checked(batch)
+    rows, spans = batch.rows, batch.spans or []
     written, read = [span for _, *own in spans for span in own], [grad for grad, *_ in spans]
     launch: Launch | None = None
     if memory.any_overlap(written, read):
-        for row, (grad, *others) in zip(batch.rows, spans, strict=True):
+        for row, (grad, *others) in zip(rows, spans, strict=True):
             if any(memory.overlap(grad, other) for other in others):
                 row = row._replace(grad=row.grad.clone())
             _launch(make, batch._replace(rows=[row]), h)
@@ -41,8 +47,8 @@ def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | No
     return launch
 
 
-def _checked_spans(row: Row) -> list[memory.Span]:
-    """The memory of the gradient, the parameter, the step count and the buffers."""
+def _checked_spans(row: Row) -> Spans:
+    """Where the gradient, the parameter, the step count and the buffers lie."""
     param, grad, step, buffers = row
     expected = param.shape, state_dtype(param), param.device
     for tensor in buffers:

@@ -7,29 +7,19 @@ changed. `Repeats.ready` is the one place where that is decided.
 
 from collections.abc import MutableMapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from cubegrad import sharding
-from cubegrad.backends.batch import Batch, Launch, Row, capturing
+from cubegrad.backends.batch import Batch, Launch, Member, capturing
 from cubegrad.backends.native import tensors
 from cubegrad.optim.watched import Journal, watch
-from cubegrad.state.layout import Layout
 
 Group = dict[str, Any]
 
 NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
-
-
-class Member(NamedTuple):
-    """A parameter with a gradient, as a step finds it."""
-
-    owner: Tensor  # the optimizer's parameter; the row of a sharded one has its shard
-    layout: Layout
-    row: Row
-    drops_start: bool = False  # x_0 is held and used, but not needed after this step
 
 
 class Part:

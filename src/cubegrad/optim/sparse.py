@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cubegrad import options
-from cubegrad.backends.batch import Backend, Batch, Row
-from cubegrad.optim.repeat import Member
+from cubegrad.backends.batch import Backend, Batch, Member, Row
 from cubegrad.options import Hyper
 from cubegrad.state.layout import as_real
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cubegrad import options, sharding
-from cubegrad.backends.batch import Backend, Batch, Row, capturing
+from cubegrad.backends.batch import Backend, Batch, Member, Row, capturing
 from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
-from cubegrad.optim.repeat import Member, Prepared, prepare
+from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
 from cubegrad.state import layout
 from cubegrad.state.start import Weight
@@ -117,14 +117,15 @@ def _step_group(
     optimizer: "BaseOptimizer", group: Group, h: Hyper, backend: Backend
 ) -> Prepared | None:
     """Returns the step ready to be repeated, if it can be."""
-    found = gather(optimizer, group, Weight.of(h.lr, h.found_inf), backend.FUSED)
-    if not found:
+    members = gather(optimizer, group, Weight.of(h.lr, h.found_inf), backend.FUSED)
+    if not members:
         return None
-    members = found if h.differentiable else [_local(member) for member in found]
+    if not h.differentiable:
+        members = [_local(member) for member in members]
     dense = members
     if any(member.row.grad.is_sparse for member in members):
         dense = sparse.step_rows(backend, h, group["momentum"], members)
-    batches = _batches(dense, apart_by_sharding=h.sums is not None)
+    batches = list(map(backend.checked, _batches(dense, apart_by_sharding=h.sums is not None)))
     launches = []
     for batch in batches:
         sums = None if h.sums is None else h.sums[batch.sharded_over]
@@ -196,7 +197,7 @@ def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
     full = layout.full(optimizer._method)
     for param in group["params"]:
         state = optimizer.state.get(param, {})
-        if "step" in state and layout.held(optimizer._method, state) is not full:
+        if "step" in state and layout.held(optimizer._method, state) not in (full, None):
             state["initial_param"] = layout.recover_initial_param(param, state, last)
 
 

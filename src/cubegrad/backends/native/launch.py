@@ -65,4 +65,5 @@ class Launch:
         tensors.native.step(self.rows, self.starts, table, numbers, *self.kinds, *how)
 
 
+checked = fused.checked
 step = functools.partial(fused.step, Launch)

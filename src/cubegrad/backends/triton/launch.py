@@ -183,4 +183,5 @@ def advance(
             ADVANCING[variant] = compiled[(1, 1, 1)]
 
 
+checked = fused.checked
 step = functools.partial(fused.step, Launch)
