@@ -13,7 +13,7 @@ from cubegrad.functions import NumberFunctions
 from cubegrad.optim import auto
 from cubegrad.options import Hyper
 
-triton = pytest.importorskip("cubegrad.backends.triton.launch")
+triton = pytest.importorskip("cubegrad.backends.triton.estimate")
 DEVICE = next(backend.device for backend in cases.BACKENDS if backend.name == "triton")
 COUNTS = [10, 7, 0]
 

@@ -78,5 +78,9 @@ def estimate_kernel(
     unwanted = any(group["foreach"] or group["fused"] is False for group in groups)
     if device.type != "cuda" or unwanted:
         return None
-    backend: Any = _load(FUSED[device.type])
-    return None if isinstance(backend, str) else backend.advance
+    if isinstance(_load("triton"), str):
+        return None
+    kernel: Callable[..., None] = importlib.import_module(
+        "cubegrad.backends.triton.estimate"
+    ).advance
+    return kernel

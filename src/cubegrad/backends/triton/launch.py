@@ -9,7 +9,6 @@ last program to finish increments the step counts.
 import functools
 import struct
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from cubegrad.backends import fused
 from cubegrad.backends.batch import Batch, capturing
-from cubegrad.backends.triton.kernel import advance_estimate, step_units
+from cubegrad.backends.triton import on_device
+from cubegrad.backends.triton.kernel import step_units
 from cubegrad.options import Hyper
 
 NAME = "triton"
@@ -47,8 +47,6 @@ DTYPES = {
 
 # What captured graphs read, kept for ever: nobody tells us when a graph is replayed last.
 CAPTURED: list[Any] = []
-
-ADVANCING: dict[tuple[Any, ...], Callable[..., None]] = {}  # compiled kernels by their variants
 
 
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
@@ -91,7 +89,7 @@ class Launch:
         return table, lasting
 
     def run(self, h: Hyper, table: Tensor) -> None:
-        with _on(self.device):
+        with on_device(self.device):
             self._run(h, table)
 
     def _run(self, h: Hyper, table: Tensor) -> None:
@@ -142,13 +140,6 @@ class Launch:
             self.kernels[variant] = compiled[(self.programs, 1, 1)]
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current: Triton launches on the current one."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
-
-
 def _cut(sizes: list[int], length: int) -> Tensor:
     """(row, index) of every unit; one unit if there are no elements, to increment the counts."""
     counts = torch.tensor([triton.cdiv(size, length) for size in sizes])
@@ -157,30 +148,6 @@ def _cut(sizes: list[int], length: int) -> Tensor:
     rows = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     starts = counts.cumsum(0) - counts
     return torch.stack((rows, torch.arange(len(rows)) - starts[rows]), dim=1)
-
-
-def advance(
-    values: Tensor,
-    sums: Tensor,
-    rates: Tensor,
-    kept: Tensor | None,
-    counts: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    """Advance the estimate of lr="auto" by one step, in one launch: see the kernel."""
-    if found_inf is not None:
-        found_inf = found_inf.to(values.device, torch.float32, non_blocking=True)
-    groups = len(values)
-    room = triton.next_power_of_2(groups)
-    arguments = (values, sums, rates, kept, counts, groups, found_inf, room)
-    variant = (values.device, kept is None, found_inf is None, room)
-    with _on(values.device):
-        if variant in ADVANCING:
-            ADVANCING[variant](*arguments)
-            return
-        compiled = advance_estimate[(1,)](*arguments, num_warps=1)
-        if compiled is not None:
-            ADVANCING[variant] = compiled[(1, 1, 1)]
 
 
 checked = fused.checked

@@ -1,0 +1,89 @@
+"""The estimate of lr="auto" advanced by one step, in one launch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32
+
+from cubegrad.backends.triton import on_device
+from cubegrad.backends.triton.kernel import cbrt
+
+COMPILED: dict[tuple[Any, ...], Callable[..., None]] = {}  # kernels by their variants
+
+
+def advance(
+    values: Tensor,
+    sums: Tensor,
+    rates: Tensor,
+    kept: Tensor | None,
+    counts: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    """See `advance_estimate` for the arguments."""
+    if found_inf is not None:
+        found_inf = found_inf.to(values.device, float32, non_blocking=True)
+    groups = len(values)
+    block = triton.next_power_of_2(groups)
+    arguments = (values, sums, rates, kept, counts, groups, found_inf, block)
+    variant = (values.device, kept is None, found_inf is None, block)
+    with on_device(values.device):
+        if variant in COMPILED:
+            COMPILED[variant](*arguments)
+            return
+        compiled = advance_estimate[(1,)](*arguments, num_warps=1)
+        if compiled is not None:
+            COMPILED[variant] = compiled[(1, 1, 1)]
+
+
+@triton.jit(do_not_specialize=["n_groups"])
+def advance_estimate(
+    values, sums, rates, kept, counts, n_groups: "i32", found_inf,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """distance.advance, for all groups in one program.
+
+    A row of `values` is as distance.FIELDS names it, a row of `sums` the step sums of that group.
+    `rates` are the groups' γ with their factors, `kept` what decoupled decay multiplies by. The
+    sums are set to 0 for the next step.
+    """
+    group = tl.arange(0, GROUPS)
+    real = group < n_groups
+    row, own = values + 5 * group, sums + 3 * group
+    newest = tl.load(own, real, 0.0)
+    newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
+    product = tl.sum(tl.load(own + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
+    roots = tl.load(own + 2, real, 0.0)
+    norm = tl.sqrt(product) * tl.sqrt(tl.sum(roots, 0))  # ‖s‖ √tr A
+    for column in tl.static_range(3):
+        tl.store(own + column, tl.zeros((GROUPS,), tl.float64), real)
+    finite = True
+    if found_inf is not None:
+        finite = tl.load(found_inf) == 0
+    if finite:
+        distance, lr, k = tl.load(values), tl.load(values + 2), tl.load(values + 4)
+        agreement = tl.load(row + 1, real, 0.0)
+        if kept is not None:
+            agreement *= tl.load(kept + group, real, 1.0)
+        agreement += newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
+        weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
+        weight_sum = tl.load(row + 3, real, 0.0) + weight  # Σ λ_i
+        weighted = weight_sum > 0
+        # Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ
+        scales = tl.sum(
+            tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0), 0
+        )
+        coordinates = tl.sum(tl.where(weighted, tl.load(counts + group, real, 0.0), 0.0), 0)
+        bound = tl.where(norm > 0, tl.sum(agreement, 0) / norm, 0.0)
+        distance = tl.where(bound > distance, bound, distance)
+        scale = tl.where(scales > 0, scales / coordinates, 1.0)  # H^{2/3}
+        root = tl.sqrt(scale)
+        estimated = distance * tl.sqrt(distance) / (root * tl.sqrt(root))  # γ = D^{3/2} H^{-1/2}
+        lr = tl.where(scales > 0, estimated, lr)
+        every = tl.zeros((GROUPS,), tl.float64)
+        tl.store(row, every + distance, real)
+        tl.store(row + 1, agreement, real)
+        tl.store(row + 2, every + lr, real)
+        tl.store(row + 3, weight_sum, real)
+        tl.store(row + 4, every + (k + 1), real)
