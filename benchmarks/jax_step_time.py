@@ -1,13 +1,12 @@
-"""The time of one compiled optax step in JAX, beside the least that the memory allows.
+"""The time of one compiled optax step in JAX, compared with the limit set by memory bandwidth.
 
     PYTHONPATH=src python3 benchmarks/jax_step_time.py --json out.json
 
-A step is `update` and `apply_updates` in one jitted function that is given parameters and state
-for good (donation). Its floor is the bytes it must move over the speed of the largest transfer
-measured in the same run: parameter, gradient and state are read once, what changed is written
-once. Times are of the wall clock, from an idle device to an idle device. Before each step the
-gradients change and the caches are swept. Optimizers take turns, so that a slow minute of the
-machine is everybody's.
+A step is `update` and `apply_updates` in one jitted function, with parameters and state donated.
+Its floor is the bytes it must move, divided by the highest bandwidth measured in the same run:
+parameter, gradient and state are read once, what changed is written once. Times are wall-clock
+times, from an idle device to an idle device. Before each step the gradients change and the caches
+are flushed. Optimizers take turns, so that a slow minute of the machine affects all of them.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from shapes import Shape, gpt2, resnet50
 import cubegrad.optax
 
 ADAMW, PEER = "optax.adamw", "optax.contrib.madgrad"
-CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "cubegrad madgrad": lambda: cubegrad.optax.madgrad(1e-2),
     "cubegrad madgrad momentum=0": lambda: cubegrad.optax.madgrad(1e-2, momentum=0.0),
     "cubegrad madgrad auto": lambda: cubegrad.optax.madgrad("auto"),
@@ -44,7 +43,7 @@ MODELS = {
     "resnet50": lambda: resnet50(64, 1000),
     "gpt2-large": lambda: gpt2(36, 1280, 50257, 1024),
 }
-READ_ONLY = (".initial_param", ".x0")  # state that is not written; all other state counts twice
+READ_ONLY = (".initial_param", ".x0")  # not written; all other state is read and written
 ROUNDS = 4
 WARM_UP = 3
 
@@ -59,7 +58,7 @@ class Row:
     leaves: int
     parameters: int
     bytes_per_parameter: float
-    temporary_mb: float  # what the compiled step needs beside its arguments and results
+    temporary_mb: float  # memory of the compiled step besides its arguments and results
     median_ms: float
     quartiles_ms: tuple[float, float]
     repeats: int
@@ -78,8 +77,8 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 def bandwidth(elements: int, when: str) -> dict[str, float]:
     """GB/s of large transfers, bytes read plus bytes written.
 
-    A CPU also reads the lines that a copy is about to overwrite, and finds fresh pages for it, so
-    an addition in place is taken as well.
+    On a CPU a copy also reads the cache lines it overwrites and allocates new pages, so an addition
+    in place is measured as well.
     """
     source = jax.random.normal(jax.random.key(0), (elements,))
     copy = jax.jit(jnp.copy)
@@ -104,21 +103,21 @@ def random_arrays(shapes: list[Shape], dtype: str, scale: float, seed: int) -> l
 
 
 def bytes_per_parameter(params: list[jax.Array], state: Any) -> float:
-    """The fewest bytes that a step must move, from what the optimizer keeps."""
+    """The fewest bytes that a step must move, given the optimizer's state."""
     moved = sum(3 * param.nbytes for param in params)
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if leaf.ndim > 0:
-            kept = any(name in jax.tree_util.keystr(path) for name in READ_ONLY)
-            moved += leaf.nbytes * (1 if kept else 2)
+            read_only = any(name in jax.tree_util.keystr(path) for name in READ_ONLY)
+            moved += leaf.nbytes * (1 if read_only else 2)
     return moved / sum(param.size for param in params)
 
 
-class Contest:
+class Contender:
     """One optimizer on one set of parameters: compiled once, timed in several rounds."""
 
     def __init__(self, name: str, shapes: list[Shape], dtype: str) -> None:
         self.name, self.shapes, self.dtype = name, shapes, dtype
-        self.tx = CONTENDERS[name]()
+        self.tx = OPTIMIZERS[name]()
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
         self.times: list[float] = []
 
@@ -126,21 +125,21 @@ class Contest:
         updates, state = self.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    def fresh(self) -> tuple[Any, Any]:
+    def initial(self) -> tuple[Any, Any]:
         params = random_arrays(self.shapes, self.dtype, 2e-2, 0)
-        # A peer keeps the very arrays it is given, which cannot then be donated twice.
+        # optax.contrib.madgrad keeps the arrays it is given, and none can be donated twice.
         return params, self.tx.init([jnp.array(param, copy=True) for param in params])
 
-    def facts(self, grads: Any) -> dict[str, float]:
-        params, state = self.fresh()
+    def memory(self, grads: Any) -> dict[str, float]:
+        params, state = self.initial()
         memory = self.step.lower(params, state, grads).compile().memory_analysis()
         return {
             "bytes_per_parameter": bytes_per_parameter(params, state),
             "temporary_mb": memory.temp_size_in_bytes / 1e6,
         }
 
-    def round(self, gradients: list[Any], sweep: Callable[[], Any], budget: float) -> None:
-        params, state = self.fresh()
+    def round(self, gradients: list[Any], flush: Callable[[], Any], budget: float) -> None:
+        params, state = self.initial()
         before = jnp.stack([param.ravel()[0] for param in params])
         for number in range(WARM_UP):
             params, state = self.step(params, state, gradients[number % 2])
@@ -150,36 +149,36 @@ class Contest:
         jax.block_until_ready((params, state))
         start, done = time.perf_counter(), 0
         while done < 5 or time.perf_counter() - start < budget:
-            jax.block_until_ready(sweep())
+            jax.block_until_ready(flush())
             seconds, (params, state) = timed(self.step, params, state, gradients[done % 2])
             self.times.append(1e3 * seconds)
             done += 1
 
 
 def measure(
-    case: str, shapes: list[Shape], dtype: str, args: argparse.Namespace, sweep: Callable[[], Any]
+    case: str, shapes: list[Shape], dtype: str, args: argparse.Namespace, flush: Callable[[], Any]
 ) -> list[Row]:
     gradients = [random_arrays(shapes, dtype, 1e-2, seed) for seed in (1, 2)]
-    contests = [Contest(name, shapes, dtype) for name in args.optimizers]
-    facts = [contest.facts(gradients[0]) for contest in contests]
+    contenders = [Contender(name, shapes, dtype) for name in args.optimizers]
+    memory = [contender.memory(gradients[0]) for contender in contenders]
     for _ in range(ROUNDS):
-        for contest in contests:
-            contest.round(gradients, sweep, args.budget / ROUNDS)
+        for contender in contenders:
+            contender.round(gradients, flush, args.budget / ROUNDS)
     rows = []
-    for contest, known in zip(contests, facts, strict=True):
-        low, middle, high = quantiles(contest.times, n=4, method="inclusive")
+    for contender, usage in zip(contenders, memory, strict=True):
+        low, middle, high = quantiles(contender.times, n=4, method="inclusive")
         counts = {"leaves": len(shapes), "parameters": sum(map(prod, shapes))}
         measured = {
             "median_ms": middle,
             "quartiles_ms": (low, high),
-            "repeats": len(contest.times),
+            "repeats": len(contender.times),
         }
-        rows.append(Row(case, contest.name, dtype, **counts, **known, **measured))
+        rows.append(Row(case, contender.name, dtype, **counts, **usage, **measured))
     return rows
 
 
 def compare(rows: list[Row], speeds: dict[str, float]) -> None:
-    """Fill in what a row's time means beside the floor and beside its peers in the same case."""
+    """Fill in a row's time relative to the floor and to other optimizers in the same case."""
     times = {(row.case, row.dtype, row.optimizer): row for row in rows}
     for row in rows:
         moved = row.bytes_per_parameter * row.parameters
@@ -240,14 +239,14 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     sizes = [2**12, 2**18, 2**24] if on_cpu else [2**20, 2**29]
-    add("--size", type=int, nargs="*", default=sizes, help="leaves to time alone (%(default)s)")
+    add("--size", type=int, nargs="*", default=sizes, help="single leaves to time (%(default)s)")
     models = ["resnet50"] if on_cpu else list(MODELS)
     add("--model", nargs="*", choices=MODELS, default=models, help="shapes to time (%(default)s)")
     add("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    there = [name for name in CONTENDERS if name != PEER or hasattr(optax.contrib, "madgrad")]
-    add("--optimizers", nargs="+", choices=there, default=there, help="all by default")
-    add("--budget", type=float, default=2.0, help="seconds a row (%(default)s)")
-    add("--sweep", type=int, default=2**27, help="numbers read between steps (%(default)s)")
+    available = [name for name in OPTIMIZERS if name != PEER or hasattr(optax.contrib, "madgrad")]
+    add("--optimizers", nargs="+", choices=available, default=available, help="all by default")
+    add("--budget", type=float, default=2.0, help="seconds per row (%(default)s)")
+    add("--sweep", type=int, default=2**27, help="numbers read to flush caches (%(default)s)")
     add("--json", type=Path, help="file to write after every case")
     return parser.parse_args(arguments)
 
@@ -266,8 +265,8 @@ def main(arguments: list[str] | None = None) -> None:
             rows += measure(name, shapes, dtype, args, lambda: total(ballast))
             compare(rows, speeds)
             for row in rows[-len(args.optimizers) :]:
-                said = f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
-                print(f"{name} {dtype} {row.optimizer}: {said}", file=sys.stderr, flush=True)
+                result = f"{row.median_ms:.4g} ms, {row.percent_of_floor:.1f} %"
+                print(f"{name} {dtype} {row.optimizer}: {result}", file=sys.stderr, flush=True)
             if args.json:
                 write(report(speeds, rows), args.json)
     speeds |= bandwidth(elements, "end")

@@ -1,7 +1,7 @@
 """How sensitive are MADGRAD and Adam to their learning rate? A whole sweep in one program.
 
-Training a small network on scikit-learn's handwritten digits is one function of (learning rate,
-seed). `jax.vmap` over both makes it a grid of trainings, which compiles to one program.
+A training run of a small network on scikit-learn's handwritten digits is a function of (learning
+rate, seed). `jax.vmap` over both turns it into a grid of runs, compiled to one program.
 """
 
 import argparse
@@ -25,18 +25,18 @@ SPLIT_SEED = 0
 Params = dict[str, Array]
 Make = Callable[[Array], optax.GradientTransformation]
 
-# By method: its constructor, its colour (Okabe and Ito's palette) and its line style.
+# For each method: its factory, its colour (from the Okabe-Ito palette), its line style.
 METHODS: dict[str, tuple[Make, str, str]] = {
     "MADGRAD": (cubegrad.optax.madgrad, "#D55E00", "o-"),
     "MirrorMADGRAD": (cubegrad.optax.mirror_madgrad, "#0072B2", "s--"),
     "Adam": (optax.adam, "#009E73", "^-."),
 }
-# By method: the test accuracy in %, an array of seeds x learning rates.
+# For each method: test accuracy in %, seed x learning rate.
 Results = dict[str, np.ndarray]
 
 
 def digits() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Images and labels for training, and others for testing."""
+    """The images and labels of the training set and of the test set."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     images, labels = jnp.asarray(images[order] / 16, jnp.float32), jnp.asarray(labels[order])
@@ -60,8 +60,8 @@ def scores(params: Params, images: Array) -> Array:
 
 
 def loss(params: Params, images: Array, labels: Array) -> Array:
-    own = optax.softmax_cross_entropy_with_integer_labels(scores(params, images), labels)
-    return own.mean()
+    losses = optax.softmax_cross_entropy_with_integer_labels(scores(params, images), labels)
+    return losses.mean()
 
 
 def accuracy(
@@ -72,7 +72,7 @@ def accuracy(
     learning_rate: Array,
     seed: Array,
 ) -> Array:
-    """Train once; returns the accuracy on `unseen` in %."""
+    """The accuracy on `unseen` in %, after training on `data`."""
     start, batches = jax.random.split(jax.random.key(seed))
     images, labels = data
     params, tx = network(start, images.shape[1]), make(learning_rate)
@@ -100,7 +100,7 @@ def sweep(rates: Array, seeds: Array, steps: int) -> Results:
 
 
 def mean_and_error(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over the first dimension, and two standard errors of it."""
+    """The mean over the first dimension and twice its standard error."""
     return samples.mean(0), 2 * samples.std(0, ddof=1) / len(samples) ** 0.5
 
 
@@ -141,13 +141,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--rates", type=int, default=17, help="learning rates from 1e-5 to 10 (%(default)s)")
-    add("--seeds", type=int, default=5, help="trainings at each rate (%(default)s)")
-    add("--steps", type=int, default=400, help="steps of each training (%(default)s)")
+    add("--seeds", type=int, default=5, help="runs at each rate (%(default)s)")
+    add("--steps", type=int, default=400, help="steps of each run (%(default)s)")
     add("--out", type=Path, default=Path("out/jax_sweep.png"), help="the plot (%(default)s)")
     add("--quick", action="store_true", help="at most 7 rates, 2 seeds and 100 steps")
     options = parser.parse_args()
     for name in ("rates", "seeds", "steps"):
-        if (value := getattr(options, name)) < 2:  # an error needs two runs, a line two points
+        if (value := getattr(options, name)) < 2:  # for a standard error, and for a line
             parser.error(f"--{name} {value} must be >= 2; use {parser.get_default(name)}")
     if options.out.suffix not in (".png", ".pdf", ".svg"):
         parser.error(f"--out {options.out} must end in .png, .pdf or .svg; use out/jax_sweep.png")
@@ -163,7 +163,7 @@ def main() -> None:
     rates = jnp.logspace(-5, 1, options.rates)
     results = sweep(rates, jnp.arange(options.seeds), options.steps)
     runs = options.rates * options.seeds
-    print(f"{table(rates, results)}\n\n{runs} trainings a method, each method one program.")
+    print(f"{table(rates, results)}\n\n{runs} runs per method, each method one program.")
     plot(rates, results, options.steps).savefig(options.out, dpi=150)
     print(f"Plot: {options.out}")
 

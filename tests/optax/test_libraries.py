@@ -1,4 +1,4 @@
-"""flax, equinox and checkpoints; what is imported when; bad input."""
+"""flax, equinox and checkpoints; lazy imports; refused arguments."""
 
 import pickle
 import subprocess
@@ -88,7 +88,7 @@ def by_pickle(state, _):
 @pytest.mark.parametrize(
     "tx", [madgrad(0.1), madgrad(0.1, momentum=0.0), mirror_madgrad(0.1), madgrad("auto")]
 )
-def test_a_saved_and_resumed_run_equals_the_unbroken_one(tx, round_trip):
+def test_a_resumed_run_equals_an_uninterrupted_one(tx, round_trip):
     params = {"w": jnp.ones(5), "half": jnp.ones(4, jnp.bfloat16)}
     grads = jax.tree.map(lambda p: jnp.arange(p.size, dtype=p.dtype), params)
     state, step = tx.init(params), stepper(tx)
@@ -126,7 +126,7 @@ def test_neither_side_imports_the_other(name):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_public_names_are_there_before_they_are_loaded():
+def test_public_names_are_listed_before_torch_is_loaded():
     assert set(cubegrad.__all__) <= set(dir(cubegrad))
     assert pickle.loads(pickle.dumps(cubegrad.MADGRAD)) is cubegrad.MADGRAD
     assert issubclass(cubegrad.MirrorMADGRAD, torch.optim.Optimizer)
@@ -135,7 +135,7 @@ def test_the_public_names_are_there_before_they_are_loaded():
         _ = cubegrad.Madgrad
 
 
-BAD = [
+INVALID = [
     ({"learning_rate": -1.0}, "learning_rate=-1.0 must be finite and >= 0; 1e-2 is the default"),
     ({"learning_rate": NAN}, "learning_rate=nan must be finite"),
     ({"learning_rate": jnp.float32(-0.5)}, "learning_rate=-0.5 must be finite"),
@@ -163,9 +163,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD)
+@pytest.mark.parametrize(("options", "message"), INVALID)
 @pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
-def test_bad_options_are_refused(factory, options, message):
+def test_invalid_options_are_refused(factory, options, message):
     with pytest.raises(ValueError, match=message):
         factory(**options)
 
@@ -173,19 +173,19 @@ def test_bad_options_are_refused(factory, options, message):
 @pytest.mark.parametrize(
     ("bad", "error"), [("fast", TypeError), (jnp.ones(2), ValueError), (np.ones(2), ValueError)]
 )
-def test_a_learning_rate_that_is_no_number_is_refused(bad, error):
+def test_a_learning_rate_that_is_not_a_number_is_refused(bad, error):
     with pytest.raises(error, match=r"learning_rate=.*must be one number"):
         madgrad(bad)
     with pytest.raises(ValueError, match=r"learning_rate=.*\(shape \(2,\)\) must be one number"):
         jax.jit(lambda lr: madgrad(lr).init(jnp.ones(2)))(jnp.ones(2))
 
 
-def test_parameters_that_cannot_be_stepped_are_refused():
+def test_integer_parameters_are_refused():
     with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32; .* optax.masked"):
         madgrad().init({"n": jnp.arange(3), "w": jnp.ones(3)})
 
 
-def test_gradients_that_do_not_fit_are_refused():
+def test_missing_and_misshapen_gradients_are_refused():
     tx, params = madgrad(), {"w": jnp.ones((2, 3))}
     state = tx.init(params)
     with pytest.raises(ValueError, match=r"params=None.*call update\(grads, state, params\)"):

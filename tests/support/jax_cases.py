@@ -1,4 +1,4 @@
-"""The grid of cases.py for JAX: the same methods, options and numbers."""
+"""The grid of cases.py for JAX, ways to build and wrap the transformations, and to run them."""
 
 from typing import Any
 
@@ -7,11 +7,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import torch
+from jax import lax
 
-import cubegrad.optax
+from cubegrad.optax import madgrad, mirror_madgrad
 
-FACTORIES = {"madgrad": cubegrad.optax.madgrad, "mirror": cubegrad.optax.mirror_madgrad}
+each_method = pytest.mark.parametrize("method", cases.METHODS, ids=str)
+FACTORIES = {"madgrad": madgrad, "mirror": mirror_madgrad}
+VARIANTS = {
+    "madgrad": lambda lr=0.1, **options: madgrad(lr, **options),
+    "madgrad, no momentum": lambda lr=0.1, **options: madgrad(lr, momentum=0.0, **options),
+    "madgrad, estimated": lambda lr=None, **options: madgrad("auto", lr_factor=lr, **options),
+    "mirror_madgrad": lambda lr=0.1, **options: mirror_madgrad(lr, **options),
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+# The masks leave only the parameter "w" to the transformation.
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(100.0), tx),
+    "named_chain": lambda tx: optax.named_chain(("ours", tx), ("half", optax.scale(0.5))),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, every_k_schedule=1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx: optax.masked(tx, lambda params: {name: name == "w" for name in params}),
+    "partition": lambda tx: optax.partition(
+        {True: tx, False: optax.set_to_zero()},
+        lambda params: {name: name == "w" for name in params},
+    ),
+    "flatten": optax.flatten,
+}
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -23,17 +47,26 @@ DTYPES = {
 
 
 def build(method: cases.Method, options: dict[str, Any]) -> optax.GradientTransformation:
-    """With the grid's defaults, and lr as `learning_rate`."""
+    """The method with the grid's defaults; lr is its `learning_rate`."""
     base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
     return FACTORIES[method.name](base.pop("lr"), **base)
 
 
 def scheduled(method: cases.Method, options: dict[str, Any], steps: int) -> Any:
-    """With the learning rates of cases.lr_at, as a schedule."""
+    """The method with the learning rates of cases.lr_at as a schedule."""
     base = options.get("lr", 1e-2)
     rates = jnp.asarray([cases.lr_at(k, base) for k in range(steps)])
     reference = {"reference_lr": base} if options.get("decoupled_lr") else {}
     return build(method, options | {"lr": lambda count: rates[count], **reference})
+
+
+def injected(variant: str) -> Any:
+    """The variant under optax.inject_hyperparams."""
+    factory = mirror_madgrad if variant == "mirror_madgrad" else madgrad
+    if variant == "madgrad, estimated":
+        return optax.inject_hyperparams(factory)("auto", lr_factor=1.0)
+    momentum = 0.0 if variant == "madgrad, no momentum" else 0.9
+    return optax.inject_hyperparams(factory)(0.1, momentum=momentum)
 
 
 def stepper(tx: optax.GradientTransformation, **jit: Any) -> Any:
@@ -46,10 +79,58 @@ def stepper(tx: optax.GradientTransformation, **jit: Any) -> Any:
     return jax.jit(step, **jit)
 
 
+def run(tx: optax.GradientTransformation, params: Any, grads: list[Any]) -> tuple[Any, Any]:
+    """The last parameters and state, by a compiled step for each gradient."""
+    state, step = tx.init(params), stepper(tx)
+    for grad in grads:
+        params, state = step(params, state, grad)
+    return params, state
+
+
+def _no_record(params: Any, state: Any) -> None:
+    """Record nothing."""
+
+
+def scan(
+    tx: optax.GradientTransformation, params: Any, grads: Any, record: Any = _no_record
+) -> Any:
+    """All steps in one program; each leaf of `grads` has the steps as its first dimension.
+
+    Returns the last (parameters, state), and record(parameters, state) after each step.
+    """
+    return _scan(tx, params, lambda _, grad: grad, grads, None, record)
+
+
+def descend(
+    tx: optax.GradientTransformation,
+    params: Any,
+    loss: Any,
+    steps: int,
+    record: Any = _no_record,
+) -> Any:
+    """As `scan`, with the gradients of `loss`."""
+
+    def gradient(params: Any, _: None) -> Any:
+        # JAX's gradient of a complex parameter is the conjugate of the direction of ascent.
+        return jax.tree.map(jnp.conj, jax.grad(loss)(params))
+
+    return _scan(tx, params, gradient, None, steps, record)
+
+
+def _scan(tx: Any, params: Any, gradient: Any, xs: Any, length: int | None, record: Any) -> Any:
+    def step(carry: Any, x: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(gradient(params, x), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), record(params, state)
+
+    return jax.jit(lambda *carry: lax.scan(step, carry, xs, length))(params, tx.init(params))
+
+
 def array(tensor: torch.Tensor) -> jax.Array:
-    """The tensor's numbers, in its dtype."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return jnp.asarray(wide.numpy()).astype(str(tensor.dtype).removeprefix("torch."))
+    """The same numbers in the same dtype; numpy has no bfloat16."""
+    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return jnp.asarray(exact.numpy()).astype(str(tensor.dtype).removeprefix("torch."))
 
 
 def randn(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
@@ -57,14 +138,14 @@ def randn(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
 
 
 def numbers(value: jax.Array) -> np.ndarray:
-    """As float64 coordinates; a complex number is two."""
+    """The array as float64 coordinates; a complex number is two."""
     if jnp.iscomplexobj(value):
         value = jnp.stack([value.real, value.imag], axis=-1)
     return np.asarray(value).astype(np.float64)
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees are equal to the sign of a zero."""
+    """Whether two trees are equal in every bit, even in the sign of a zero."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(
         x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs

@@ -1,4 +1,4 @@
-"""Run by test_optax_habits.py with 4 CPU devices: a sharded run keeps to its shards."""
+"""Run by tests/optax/test_habits.py with 4 CPU devices: sharded steps gather no parameter."""
 
 import jax
 import numpy as np
@@ -25,20 +25,20 @@ for name, tx in METHODS.items():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, alone = jax.device_put(values, sharding), values
-    state, own = tx.init(params), tx.init(alone)
+    params, unsharded = jax.device_put(values, sharding), values
+    state, unsharded_state = tx.init(params), tx.init(unsharded)
     for _ in range(3):
         for buffer in (leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 0):
             assert buffer.sharding.is_equivalent_to(sharding, 2), buffer.sharding
             assert buffer.addressable_shards[0].data.shape == (4, 3)
         params, state = step(params, state, jax.device_put(grads, sharding))
-        alone, own = step(alone, own, grads)
+        unsharded, unsharded_state = step(unsharded, unsharded_state, grads)
     assert params.sharding.is_equivalent_to(sharding, 2)
     compiled = step.lower(params, state, params).compile().as_text()
     assert not any(word in compiled for word in ("all-gather", "all-to-all", "collective-permute"))
-    assert ("all-reduce" in compiled) == name.endswith("estimated")  # of sums, one number each
-    np.testing.assert_allclose(params, alone, rtol=1e-6)
+    assert ("all-reduce" in compiled) == name.endswith("estimated")  # a number for each sum
+    np.testing.assert_allclose(params, unsharded, rtol=1e-6)
     if name.endswith("estimated"):
-        np.testing.assert_allclose(state.estimate, own.estimate, rtol=1e-6)
+        np.testing.assert_allclose(state.estimate, unsharded_state.estimate, rtol=1e-6)
         assert all(number.sharding.is_fully_replicated for number in state.estimate)
     print(f"{name}: sharded")  # noqa: T201

@@ -1,4 +1,4 @@
-"""The arguments of the optax transformations, and what is refused of them and of their trees."""
+"""The arguments of the optax transformations, checked once, and checks of their trees."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Schedule = Callable[[Array], ArrayLike]
 
 NUMBERS = ("learning_rate", "momentum", "weight_decay", "eps", "reference_lr")
 PARAM_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# ν of a float16 gradient of 300 would overflow float16.
+# Not float16, where the square of a gradient of 300 overflows.
 STATE_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -43,13 +43,35 @@ class Settings(NamedTuple):
     def decoupled(self) -> bool:
         return self.decoupled_weight_decay or self.decoupled_lr
 
+    @property
+    def no_momentum(self) -> bool:
+        return is_zero(self.momentum)
+
+    def at(self, count: Array) -> Any:
+        """The settings at step `count`: schedules evaluated, arrays in at least float32."""
+
+        def number(value: Any) -> Any:
+            value = value(count) if callable(value) else value
+            if value is None or isinstance(value, float | int | str):  # a str is "auto"
+                return value
+            value = jnp.asarray(value)  # in bfloat16, 1 - γ wd would round to 1
+            return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+        names = (*NUMBERS, "lr_factor")
+        return self._replace(**{name: number(getattr(self, name)) for name in names})
+
+
+def is_zero(value: Any) -> bool:
+    """Whether the setting is 0 at every step; a schedule or an array may change."""
+    return isinstance(value, float | int) and value == 0
+
 
 def is_auto(learning_rate: Any) -> bool:
     return isinstance(learning_rate, str) and learning_rate == "auto"
 
 
 def refuse_auto(learning_rate: Any) -> None:
-    """For the mirror form."""
+    """Refuse "auto" for the mirror form."""
     if is_auto(learning_rate):
         raise ValueError(
             "learning_rate='auto' must be a number or a schedule in mirror_madgrad, which keeps no "
@@ -58,8 +80,8 @@ def refuse_auto(learning_rate: Any) -> None:
 
 
 def checked(settings: Settings) -> Settings:
-    """The settings with plain numbers as floats; what is scheduled or traced is not looked at."""
-    known = {}
+    """The settings with plain numbers as floats. Schedules and traced numbers are not checked."""
+    known = {}  # the numbers that have a value now
     for name in NUMBERS:
         value = getattr(settings, name)
         scheduled = name in ("learning_rate", "momentum") and callable(value)
@@ -71,6 +93,7 @@ def checked(settings: Settings) -> Settings:
         "decoupled_lr": settings.decoupled_lr,
     }
     options.check_numbers(flags | known, lr_name="learning_rate")
+    # Arrays stay arrays, with and without jit: under jit their values are not known.
     plain: dict[str, Any] = {
         k: v for k, v in known.items() if not isinstance(getattr(settings, k), Array)
     }
@@ -84,7 +107,7 @@ def checked(settings: Settings) -> Settings:
         reference = 1.0 if settings.auto else plain["learning_rate"]
         plain["reference_lr"] = known["reference_lr"] = reference
     if settings.auto and settings.decoupled_lr and isinstance(factor, float):
-        known["learning_rate"] = factor  # this decay knows no other rate
+        known["learning_rate"] = factor  # decoupled_lr decays by the factor, not by the estimate
     if set(NUMBERS) <= known.keys():
         options.shrink(flags | known, known["learning_rate"])
     _check_state_dtype(settings.state_dtype)
@@ -96,7 +119,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _checked_factor(settings: Settings) -> Any:
-    """lr_factor, a plain number as a float; 1 if there is none."""
+    """lr_factor, with a plain number as a float and None as 1."""
     factor: Any = settings.lr_factor
     if factor is None:
         return 1.0
@@ -104,12 +127,12 @@ def _checked_factor(settings: Settings) -> Any:
         raise ValueError(
             f"lr_factor={factor!r} must be left at 1 with learning_rate="
             f"{settings.learning_rate!r}; multiply learning_rate by it, or use "
-            'learning_rate="auto", which it is for'
+            'learning_rate="auto"'
         )
     if callable(factor) or _is_traced(factor):
         return factor
     wrong = TypeError(f"lr_factor={factor!r} must be one number; use 1")
-    if isinstance(factor, str):  # float("0.5") is 0.5
+    if isinstance(factor, str):  # float() would accept "0.5"
         raise wrong
     try:
         number = float(factor)
@@ -137,17 +160,17 @@ def check_param(path: Any, param: ArrayLike) -> None:
     if dtype.name not in PARAM_DTYPES:
         raise TypeError(
             f"params{jax.tree_util.keystr(path)} has dtype {dtype}; parameters must be float16, "
-            "bfloat16, float32, float64 or complex: leave it out, with optax.masked or "
-            "equinox.filter(model, equinox.is_inexact_array), or convert it"
+            "bfloat16, float32, float64 or complex: convert it, or leave it out with optax.masked "
+            "or equinox.filter(model, equinox.is_inexact_array)"
         )
 
 
 def check_gradient(params: Tree, index: int, param: ArrayLike, grad: ArrayLike | None) -> None:
     if grad is None or jnp.shape(grad) != jnp.shape(param):
         path = jax.tree_util.tree_flatten_with_path(params)[0][index][0]
-        found = "None" if grad is None else f"of shape {jnp.shape(grad)}"
+        actual = "None" if grad is None else f"of shape {jnp.shape(grad)}"
         raise ValueError(
-            f"the gradient of params{jax.tree_util.keystr(path)} is {found}, its parameter of "
-            f"shape {jnp.shape(param)}; give every parameter its gradient, and leave those that "
-            "have none to optax.masked or optax.partition, which count their own steps"
+            f"the gradient of params{jax.tree_util.keystr(path)} is {actual}, but must have the "
+            f"parameter's shape {jnp.shape(param)}; wrap parameters without a gradient in "
+            "optax.masked or optax.partition, which count their own steps"
         )

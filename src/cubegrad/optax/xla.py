@@ -1,28 +1,31 @@
-"""The rule's elementary functions for JAX, right in what XLA's compilers do to them."""
+"""The elementary functions of rule.py and distance.py for JAX, safe under XLA's optimizations."""
 
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# By the bytes of a number: integers of its size, what a third of its bits lacks to be nearly the
-# bits of its cube root, and the Newton steps from there to the last bit.
+Sums = tuple[Array, ...]
+
+# For each float size in bytes: the integer type of that size, the constant that turns a third of a
+# number's bits into about those of its cube root, and the Newton steps to the last bit from there.
 ROOTS = {4: (jnp.int32, 709_958_130, 3), 8: (jnp.int64, 715_094_163 << 32, 4)}
 
 
 def newton_cbrt(x: Array) -> Array:
-    """∛x for x >= 0 in operations that XLA vectorises on a CPU; 0 below the normal numbers.
+    """∛x for x >= 0 in operations that XLA vectorises on a CPU; 0 for subnormal numbers.
 
-    There `jnp.cbrt` calls a function for every number: a step of 16.8M parameters takes 210 ms in
-    optax.contrib.madgrad, which uses it, and 26 ms in ours (docs/jax.md). XLA's arithmetic on a
-    CPU takes subnormal numbers for 0.
+    On a CPU `jnp.cbrt` is a function call for every number: a step of 16.8M parameters takes 210 ms
+    in optax.contrib.madgrad, which uses it, and 26 ms in ours (docs/jax.md). XLA's arithmetic on a
+    CPU flushes subnormal numbers to 0.
     """
-    integer, third, steps = ROOTS[x.dtype.itemsize]
+    integer, offset, steps = ROOTS[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, integer)
-    y = lax.bitcast_convert_type(lax.div(bits, integer(3)) + third, x.dtype)
+    y = lax.bitcast_convert_type(lax.div(bits, integer(3)) + offset, x.dtype)
     for _ in range(steps):
         y = y - (y - x / (y * y)) / 3
     return jnp.where(x < jnp.finfo(x.dtype).tiny, 0.0, jnp.where(jnp.isinf(x), x, y))
@@ -41,8 +44,8 @@ def _uninvertible(x: Array) -> Array:
 def cbrt(x: Array) -> Array:
     """∛x for x >= 0, with derivative 0 at 0.
 
-    The true one is infinite there and would meet a zero from g² as ∞·0 = NaN. Taken as 0 it leaves
-    the true derivative of the step, λ/ε, when ε > 0.
+    The true one is infinite there, and times the derivative 0 of g² it would be NaN. With 0
+    instead the derivative of the step, λ/ε, is right for ε > 0.
     """
     return lax.platform_dependent(x, cpu=newton_cbrt, default=jnp.cbrt)  # type: ignore[no-any-return]
 
@@ -56,7 +59,7 @@ def _cbrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 
 @jax.custom_jvp
 def sqrt(x: Array) -> Array:
-    """√x for x >= 0, with derivative 0 at 0, as `cbrt` has it."""
+    """√x for x >= 0, with derivative 0 at 0, like `cbrt`."""
     return jnp.sqrt(x)
 
 
@@ -71,9 +74,9 @@ def _sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 def quotient(numerator: Array, denominator: Array) -> Array:
     """n/d, or 0 where 1/d is not finite; never a negative zero.
 
-    Not n·(1/d): XLA fuses a product with the subtraction that follows it, rounding once, and then
-    the difference of two equal displacements is not 0 but a rounding error, at every step the same
-    one. And XLA takes away the `+ 0.0` by which the rule gets rid of negative zeros.
+    Not n·(1/d): XLA fuses a product and a subtraction into one rounding, and the difference of two
+    equal displacements would then be a rounding error instead of 0, the same one at every step. And
+    XLA removes the `+ 0.0` by which the rule turns negative zeros into 0.
     """
     ratio = jnp.where(_uninvertible(denominator), 0.0, numerator / denominator)
     return jnp.where(ratio == 0, 0.0, ratio)
@@ -91,7 +94,7 @@ def _quotient_jvp(
 def total(x: Array) -> Array:
     """The sum of all elements, in at least float32.
 
-    XLA adds in blocks: of 1e8 float32 numbers in [0, 1) on a CPU the sum was right to 1e-8.
+    XLA adds in blocks: on a CPU the sum of 1e8 float32 numbers in [0, 1) had an error of 1e-8.
     """
     return jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
@@ -108,46 +111,47 @@ def where_finite(x: Array, value: Array) -> Array:
 where = jnp.where
 
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
-NOW = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
-LATER = SimpleNamespace(**vars(NOW) | {"total": lambda terms: terms})
+# What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
+TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
+TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
 
 
-def sums(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
-    """function(xp, *arrays), arrays of one shape, where all that it returns are totals over them.
+def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
+    """function(xp, *arrays), for a function whose results are all computed by xp.total.
 
-    On a CPU their terms are added chunk upon chunk. Left to itself XLA stores all terms before it
-    adds them, and to find fresh memory for that takes longer than a step of MADGRAD. With several
-    CPU devices the arrays may be sharded, and cutting would gather them.
+    The arrays have one shape; all but the first may be tuples of arrays, or None. On a CPU they are
+    read chunk by chunk: on its own, XLA stores all terms before it adds them, and allocating the
+    memory for that takes longer than a step of MADGRAD. With several CPU devices the arrays may be
+    sharded, and slicing would gather them.
     """
-    plain = partial(function, NOW)
+    whole = partial(function, TOTALS)
+    size = arrays[0].size
     sharded = jax.default_backend() == "cpu" and jax.device_count() > 1
-    if sharded or not 2 * CHUNK <= arrays[0].size < 2**31:  # an index is an int32
-        return plain(*arrays)
+    if sharded or not 2 * CHUNK <= size < 2**31:  # an index is an int32
+        return whole(*arrays)
 
-    def by_chunks(*arrays: Array) -> tuple[Array, ...]:
-        flat = [array.ravel() for array in arrays]
-        whole = flat[0].size // CHUNK
-        left_over = plain(*(array[whole * CHUNK :] for array in flat))
+    def by_chunks(*arrays: Any) -> Sums:
+        flat = jax.tree.map(lambda array: array.ravel(), arrays)
+        chunks = size // CHUNK
+        rest = whole(*jax.tree.map(lambda array: array[chunks * CHUNK :], flat))
 
-        def add(i: Array, so_far: list[Array]) -> list[Array]:
-            chunks = (lax.dynamic_slice(array, (i * CHUNK,), (CHUNK,)) for array in flat)
-            return [a + b for a, b in zip(so_far, function(LATER, *chunks), strict=True)]
+        def add(i: Array, so_far: Sums) -> Sums:
+            chunk = jax.tree.map(lambda a: lax.dynamic_slice(a, (i * CHUNK,), (CHUNK,)), flat)
+            return tuple(a + b for a, b in zip(so_far, function(TERMS, *chunk), strict=True))
 
-        zeros = [jnp.zeros(CHUNK, value.dtype) for value in left_over]
-        added = lax.fori_loop(0, whole, add, zeros)
-        return tuple(a + total(b) for a, b in zip(left_over, added, strict=True))
+        added = lax.fori_loop(0, chunks, add, tuple(jnp.zeros(CHUNK, r.dtype) for r in rest))
+        return tuple(a + total(b) for a, b in zip(rest, added, strict=True))
 
-    chosen: tuple[Array, ...] = lax.platform_dependent(*arrays, cpu=by_chunks, default=plain)
-    return chosen
+    return lax.platform_dependent(*arrays, cpu=by_chunks, default=whole)  # type: ignore[no-any-return]
 
 
-def not_before(number: Array, new: Array, old: Array) -> Array:
-    """`new`, on a CPU not before `number` is known.
+def compute_after(number: Array, new: Array, old: Array) -> Array:
+    """`new`, which on a CPU is computed only after `number`.
 
-    `old` was read for it and may lie where `new` is written: left to itself XLA copies it first.
+    `number` depends on `old`, whose memory `new` may be written to. Without this, XLA copies `old`.
     """
 
     def wait(number: Array, new: Array, old: Array) -> Array:
-        return jnp.where(number < -jnp.inf, old, new)  # never so, which XLA does not see
+        return jnp.where(number < -jnp.inf, old, new)  # never true, but XLA does not know that
 
     return lax.platform_dependent(number, new, old, cpu=wait, default=lambda _, new, __: new)  # type: ignore[no-any-return]

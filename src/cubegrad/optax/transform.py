@@ -1,0 +1,158 @@
+"""`init` and `update`: a rule applied to every parameter of a tree."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from cubegrad import options
+from cubegrad.optax import auto, xla
+from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
+from cubegrad.optax.layout import (
+    buffer_names,
+    compute_dtype,
+    from_real_parts,
+    initial_buffer,
+    real_parts,
+)
+from cubegrad.options import Hyper
+
+Rule = Callable[..., tuple[Array, ...]]
+
+
+class Leaf(NamedTuple):
+    """One parameter and what its step needs."""
+
+    param: Array
+    grad: Array
+    buffers: dict[str, Array | None]  # None: not kept
+    decays: bool
+
+    def hyper(self, h: Hyper) -> Hyper:
+        return h if self.decays else h._replace(weight_decay=0.0, shrink=None)
+
+
+class Step(NamedTuple):
+    """The result of one parameter's step."""
+
+    move: Array  # to be added to the parameter
+    buffers: dict[str, Array | None]
+    sums: list[xla.Sums]  # of each real part; empty unless the learning rate is estimated
+
+
+def transformation(
+    rule: Rule, state_type: Any, settings: Settings
+) -> optax.GradientTransformationExtraArgs:
+    """The rule as an optax transformation whose state is a `state_type`."""
+    names = buffer_names(state_type)
+
+    def init(params: Tree) -> Any:
+        jax.tree_util.tree_map_with_path(check_param, params)
+        fields = {
+            name: jax.tree.map(partial(initial_buffer, settings, name), params) for name in names
+        }
+        if settings.auto:
+            fields["estimate"] = auto.initial_estimate()
+        return state_type(count=jnp.zeros([], jnp.int32), **fields)
+
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        del extra_args  # meant for other members of a chain
+        if params is None:
+            raise ValueError(
+                "params=None, but a step needs them; call update(grads, state, params)"
+            )
+        leaves = _leaves(settings.mask, params, updates, {n: getattr(state, n) for n in names})
+        now = settings.at(state.count)
+        h, fields = _hyper(now), {}
+        if settings.auto:
+            size = auto.coordinates(params)
+            first = [(leaf.hyper(h), leaf.param, leaf.grad) for leaf in leaves]
+            estimate = auto.start(state.estimate, first, size)
+            h = _hyper(now, auto.learning_rate(estimate))
+            # Until it has started, all gradients are 0, or some are not finite and none is used.
+            started = auto.has_started(estimate)
+            leaves = [leaf._replace(grad=jnp.where(started, leaf.grad, 0)) for leaf in leaves]
+        steps = [_step(rule, h, state.count, leaf, with_sums=settings.auto) for leaf in leaves]
+        if settings.auto:
+            pairs = zip(leaves, steps, strict=True)
+            sums = [(leaf.decays, part) for leaf, step in pairs for part in step.sums]
+            fields["estimate"] = auto.advance(estimate, h, state.count, sums, size)
+        unflatten = partial(jax.tree.unflatten, jax.tree.structure(params))
+        for name in names:
+            fields[name] = unflatten([step.buffers[name] for step in steps])
+        moves = unflatten([step.move for step in steps])
+        return moves, state_type(count=optax.safe_increment(state.count), **fields)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _leaves(mask: Any, params: Tree, grads: Tree, buffers: dict[str, Tree]) -> list[Leaf]:
+    """The trees, parameter by parameter, with the gradients checked."""
+    treedef: Any = jax.tree.structure(params)
+    columns = map(treedef.flatten_up_to, (params, grads, *buffers.values()))
+    rows = list(zip(*columns, strict=True))
+    for index, (param, grad, *_) in enumerate(rows):
+        check_gradient(params, index, param, grad)
+    return [
+        Leaf(jnp.asarray(param), jnp.asarray(grad), dict(zip(buffers, own, strict=True)), decays)
+        for (param, grad, *own), decays in zip(rows, _decays(mask, params), strict=True)
+    ]
+
+
+def _decays(mask: Any, params: Tree) -> list[bool]:
+    """Whether each parameter decays; one boolean of the mask may cover a whole subtree."""
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    if callable(mask) and jax.tree_util.all_leaves([mask]):  # a module is callable, and a tree
+        mask = mask(params)
+    full = jax.tree.map(lambda m, subtree: jax.tree.map(lambda _: bool(m), subtree), mask, params)
+    return jax.tree.leaves(full)
+
+
+def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
+    """The numbers of a step, from the settings at that step (`Settings.at`)."""
+    given = now.lr_factor if now.auto else now.learning_rate
+    lr = given * estimated_lr if now.auto else given
+    shrink = None
+    if now.decoupled and not is_zero(now.weight_decay):
+        # With "auto", decoupled_lr decays by lr_factor: its reference_lr is 1.
+        factor = options.decay_factor(now._asdict(), given if now.decoupled_lr else lr)
+        shrink = factor if isinstance(factor, float) else jnp.maximum(factor, 0.0)
+    return Hyper(
+        lr=lr,
+        momentum=now.momentum,
+        eps=now.eps,
+        weight_decay=0.0 if now.decoupled else now.weight_decay,
+        shrink=shrink,
+        maximize=now.maximize,
+    )
+
+
+def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
+    """One parameter's step. The real and the imaginary part of a complex one take a step each."""
+    kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
+    dtype = compute_dtype(leaf.param, *kept.values())
+    real = jnp.finfo(dtype).dtype
+    cast: Any = [v.astype(real) if isinstance(v, Array) else v for v in leaf.hyper(h)]
+    h, step = Hyper(*cast), count.astype(real)
+    arrays = {"param": leaf.param, "grad": leaf.grad, **kept}
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    results, sums = [], []
+    for old in real_parts(arrays):
+        new = dict(zip(("param", *kept), rule(xla, h, step, **old), strict=True))
+        if with_sums:
+            sums.append(auto.step_sums(h, step, old, new))
+            new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
+        results.append(new)
+    new = from_real_parts(results)
+    # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
+    move = (-(arrays["param"] - new["param"])).astype(leaf.param.dtype)
+    stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
+    return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
