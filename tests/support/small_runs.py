@@ -1,12 +1,13 @@
-"""Set-ups and settings of a problem's smallest preset, and what its runs need of a machine."""
+"""Set-ups and settings of a problem's smallest preset, and the numbers of a run."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from cubegrad.study import Problem, Setup
-from cubegrad.study.records import Settings
+from cubegrad.study.records import Record, Settings
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,3 +29,8 @@ def settings_of(problem: Problem, **changes: object) -> Settings:
     lengths = {"epochs": preset.epochs, "batch": preset.batch, "schedule": "flat"}
     values = {"method": "madgrad", "lr": 0.01, "decay": 0.0, "seed": 0}
     return Settings(problem.name, "cpu", **{**lengths, **values, **changes})  # type: ignore[arg-type]
+
+
+def curve_text(record: Record) -> str:
+    """The curve with every bit of its numbers, also the sign of a zero."""
+    return json.dumps(record.curve)
