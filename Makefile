@@ -5,10 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo check test test-all lint clean
 
 demo: $(READY)
 	$(BIN)/cubegrad compare digits
+
+# The quick tests: no marked ones, and at most 4 cases of each parametrized test.
+check: lint
+	$(BIN)/pytest -n 2 --cases 4 -m "not (compilation or processes or ray or training)"
 
 test: lint
 	$(BIN)/pytest -n 2

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from killed import killed_and_resumed
-from small_cifar import CPU, channels_last, settings_of, setup_of, small_problem
+from small_cifar import channels_last, small_problem
+from small_runs import CPU, settings_of, setup_of
 from torch import nn
 
 from cubegrad.study import Setup, StudyError, methods, schedules
@@ -18,7 +19,7 @@ from cubegrad.study.train import Place, run
 
 @pytest.fixture
 def small(monkeypatch):
-    yield from small_problem(monkeypatch)
+    return small_problem(monkeypatch)
 
 
 def test_an_epoch_holds_each_image_once_cropped_and_perhaps_mirrored():
@@ -48,7 +49,7 @@ def test_an_epoch_holds_each_image_once_cropped_and_perhaps_mirrored():
     assert {mirrored for _, _, mirrored in seen} == {False, True}
 
 
-def test_the_chunks_of_an_epoch_do_not_show(monkeypatch):
+def test_the_size_of_the_chunks_makes_no_difference(monkeypatch):
     train = channels_last(40)
     whole = list(cifar10.augmented(train, 8, torch.Generator().manual_seed(3)))
     monkeypatch.setattr(cifar10, "CROPPED_AT_ONCE", 19)  # two batches
@@ -89,18 +90,18 @@ def test_a_shift_or_mirror_is_as_likely_as_any_other():
         assert (counts - expected).abs().max() < 5 * expected**0.5
 
 
-class Seen(nn.Module):
-    """Scores that are the image's first ten values, and a look at what came in."""
+class FirstValues(nn.Module):
+    """Scores images by their first ten values, and keeps the images."""
 
     def forward(self, images):
-        self.images, self.trained_at_the_time = images, self.training
+        self.images, self.was_training = images, self.training
         return images[:, 0, 0, :10]
 
 
 def test_images_are_centred_at_a_half():
     images = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
     images[1, 5, 6, 2] = 255
-    model = Seen()
+    model = FirstValues()
     cifar10.scores(model, images)
     assert model.images.shape == (2, 3, 32, 32)
     assert model.images.is_contiguous(memory_format=torch.channels_last)
@@ -113,10 +114,10 @@ def test_evaluation_by_hand(monkeypatch):
     images = torch.zeros(7, 32, 32, 3, dtype=torch.uint8)
     images[torch.arange(7), 0, torch.arange(7), 0] = 255  # image i scores 1 more for class i
     labels = torch.tensor([0, 1, 2, 3, 9, 9, 9])
-    model = Seen().train()
+    model = FirstValues().train()
     judged = cifar10.judged(model, Images(images, labels))
     assert model.training
-    assert not model.trained_at_the_time
+    assert not model.was_training
     rest = torch.tensor(9 + torch.e).log()
     assert judged["accuracy"] == pytest.approx(400 / 7)
     assert judged["loss"] == pytest.approx((4 * (rest - 1) + 3 * rest).item() / 7, rel=1e-6)
@@ -167,7 +168,7 @@ def test_the_presets_are_the_papers_or_its_fractions():
     assert json.loads(json.dumps(dict(gpu.options)))["stages"] == [2, 2, 2, 2]
 
 
-def test_missing_data_is_told_before_any_run(tmp_path):
+def test_missing_data_is_reported_before_any_run(tmp_path):
     problem = cifar10.problem()
     with pytest.raises(StudyError, match="CIFAR-10 is not in"):
         problem.check_data(Setup(problem.presets["gpu"], 0, CPU, tmp_path))

@@ -4,7 +4,8 @@ from itertools import chain
 
 import pytest
 import torch
-from small_translation import CPU, write_parts
+from small_runs import CPU
+from small_translation import write_parts
 
 from cubegrad.study import StudyError
 from cubegrad.study.data import translation
