@@ -10,9 +10,11 @@ READY := $(VENV)/ready
 demo: $(READY)
 	$(BIN)/cubegrad compare digits
 
-# The quick tests: no marked ones, and at most 4 cases of each parametrized test.
+SLOW := compilation or exhaustive or plots or processes or ray or training
+
+# At most 8 cases of each test that has none of the markers of slow tests.
 check: lint
-	$(BIN)/pytest -n 2 --cases 4 -m "not (compilation or processes or ray or training)"
+	$(BIN)/pytest -n 2 --cases 8 -m "not ($(SLOW))"
 
 test: lint
 	$(BIN)/pytest -n 2

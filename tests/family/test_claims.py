@@ -119,6 +119,7 @@ SEEDS = 9
 TRAINED = 0.15  # a factor of 1.8 from every median measured from the origin; ln 2 is chance
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     ("method", "lr", "leaves"), [(family.AdaGradDA, 1e-2, False), (family.MADGRAD, 0.1, True)]
 )
@@ -142,6 +143,7 @@ def test_centred_at_the_origin_a_network_trains_badly_unless_the_rate_is_large(m
     assert (medians["origin"] < TRAINED) == leaves
 
 
+@pytest.mark.training
 def test_centred_at_the_origin_madgrad_stays_in_the_saddle_at_a_small_rate():
     """20 seeds, three instruction sets: at most 4e-4 from ln 2, and below 0.06 from x_0."""
     for seed in range(5):
@@ -182,6 +184,7 @@ def test_adam_ends_at_the_wrong_end_of_its_counter_example():
     assert min(on_the_interval(adam, 3.0, 1.0, 3, 1500, True)) > 0.97
 
 
+@pytest.mark.training
 def test_adam_and_madgrad_with_momentum_on_rare_large_gradients():
     """Theirs with β = (0.9, 0.99): 1010 once in 101 steps, else -10. Adam climbs to the wrong end.
 

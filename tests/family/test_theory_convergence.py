@@ -183,6 +183,7 @@ def instances(draw):
     return problem, randn((d,), torch.float64, seed + 2) * draw(st.sampled_from([0.1, 1.0, 10.0]))
 
 
+@pytest.mark.training
 @given(instances(), st.sampled_from([0.1, 1, 10]))
 @examples(30)
 def test_random_instances_stay_under_every_bound(instance, lr_factor):
@@ -192,6 +193,7 @@ def test_random_instances_stay_under_every_bound(instance, lr_factor):
     check_every_step(problem, x0, lr_factor, 25, runs=64)
 
 
+@pytest.mark.training
 @convex.each_sparse
 def test_logistic_regression_on_sparse_rows(make):
     """With a little ℓ1: without it some coordinates run to infinity and there is no x_*."""

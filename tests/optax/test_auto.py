@@ -20,6 +20,8 @@ from cubegrad.optax import (  # noqa: E402
     xla,
 )
 
+pytestmark = pytest.mark.compilation
+
 STEPS = 50
 SIZES = {"a": (4, 3), "b": (8,)}
 FACTORS = np.concatenate([[0.0, 0.0], np.linspace(0.1, 1.0, 10), np.full(38, 1.0)])

@@ -52,6 +52,7 @@ WRAPPED += [(m, w) for m in ("madgrad", "madgrad, estimated") for w in WRAPPERS 
 WRAPPED += [(method, "inject_hyperparams") for method in ("madgrad", "madgrad, estimated")]
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize(("method", "wrapper"), WRAPPED)
 def test_extra_arguments_are_taken_and_change_nothing(method, wrapper):
     """A training loop hands the loss to every optimizer, for those that want it."""
@@ -72,6 +73,7 @@ def test_it_says_that_it_takes_them(method):
     assert isinstance(METHODS[method](), optax.GradientTransformationExtraArgs)
 
 
+@pytest.mark.compilation
 def test_what_stands_beside_it_in_a_chain_gets_the_loss():
     tx = optax.chain(madgrad(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     state = tx.init(PARAMS)
@@ -156,6 +158,7 @@ CONVERGE = [(m, p) for m in METHODS for p in (parabola, rosenbrock, trees)]
 CONVERGE.remove(("madgrad, no momentum", rosenbrock))
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize(("method", "problem"), CONVERGE)
 def test_it_converges(method, problem, dtype):
@@ -232,6 +235,7 @@ def test_a_state_is_made_of_shapes_alone_and_mapped_over(method):
     assert len(buffers) == {"madgrad": 6, "madgrad, estimated": 6}.get(method, 4)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @each_method
 def test_gradients_accumulate_to_their_mean(method, dtype):
@@ -248,6 +252,7 @@ def test_gradients_accumulate_to_their_mean(method, dtype):
     )
 
 
+@pytest.mark.compilation
 @each_method
 def test_injected_it_takes_the_same_steps(method):
     plain = madgrad("auto") if "estimated" in method else METHODS[method](0.1)
@@ -262,6 +267,7 @@ def test_injected_it_takes_the_same_steps(method):
         np.testing.assert_allclose(params[name], others[name], rtol=1e-5)
 
 
+@pytest.mark.compilation
 @each_method
 def test_compiled_it_takes_the_same_steps(method):
     tx = METHODS[method]()
@@ -276,6 +282,7 @@ def test_compiled_it_takes_the_same_steps(method):
         np.testing.assert_allclose(params[name], others[name], rtol=1e-5)
 
 
+@pytest.mark.compilation
 def test_flax_nnx_hands_the_loss_on():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))

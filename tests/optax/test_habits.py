@@ -56,6 +56,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @each_method
 def test_it_trains_inside(wrapped, method):
@@ -74,6 +75,7 @@ def test_clipping_comes_before_the_sums():
     np.testing.assert_allclose(state[1].grad_sum["w"], 0.1 / 3**0.5, rtol=1e-5)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_if_finite_rejects_a_step_whole(dtype):
     tx = optax.apply_if_finite(madgrad(0.1), 3)
@@ -97,6 +99,7 @@ def test_inject_hyperparams_injects_every_number(factory, options):
         np.testing.assert_allclose(ours[name], twin[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compilation
 def test_injected_numbers_may_change_between_steps():
     tx = optax.inject_hyperparams(madgrad, static_args=("state_dtype", "mask"))(
         0.1, mask=lambda p: {n: n == "w" for n in p}, state_dtype=jnp.float32
@@ -144,6 +147,7 @@ def test_state_dtype_is_that_of_the_sums(method, state_dtype):
     assert bool(points) == (method.name == "mirror" or state_dtype == "bfloat16")
 
 
+@pytest.mark.compilation
 @each_method
 def test_vmap_over_seeds_and_learning_rates(method):
     def final(seed, lr):
@@ -160,6 +164,7 @@ def test_vmap_over_seeds_and_learning_rates(method):
         np.testing.assert_allclose(grid[i, j], alone(seeds[i], rates[j]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @each_method
 def test_derivatives_through_steps_are_those_of_finite_differences(method, momentum):
@@ -228,6 +233,7 @@ def test_a_tree_without_parameters_only_counts(method):
 SHARDED = Path(__file__).parents[1] / "support" / "jax_sharding.py"
 
 
+@pytest.mark.processes
 def test_state_is_sharded_as_its_parameter():
     flags = "--xla_force_host_platform_device_count=4"
     done = subprocess.run(

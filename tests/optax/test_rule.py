@@ -59,6 +59,7 @@ def scanned(tx, params, grads):
 WALK = math.sqrt(STEPS) * 2.0**-23
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize(
     # float32 was apart from PyTorch by up to 1.0e-6 and from the oracle by up to 2.3e-6, over two
     # sets of inputs and XLA for SSE4.2, AVX2 and AVX-512.
@@ -115,6 +116,7 @@ def stored(state, name):
     return {buffer: jax_cases.numbers(value) for buffer, value in found.items()}
 
 
+@pytest.mark.compilation
 @each_option
 @each_method
 def test_each_step_is_within_a_few_ulp(method, options):
@@ -139,6 +141,7 @@ def test_each_step_is_within_a_few_ulp(method, options):
                 check_step(name, old[name], param, stored(state, name), judges[name])
 
 
+@pytest.mark.compilation
 @each_method
 def test_not_compiled_it_takes_the_same_steps(method):
     tx = jax_cases.build(method, {"weight_decay": 0.1})

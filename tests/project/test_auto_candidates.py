@@ -63,6 +63,7 @@ def test_the_table_has_results_rates_and_gains_seed_for_seed(candidates):
     ]
 
 
+@pytest.mark.training
 def test_two_epochs_of_digits_leave_rates_and_are_not_run_again(candidates, tmp_path, capsys):
     words = ["--epochs", "2", "--seeds", "2", "--candidates", "distance", "--out", str(tmp_path)]
     candidates.main(words)

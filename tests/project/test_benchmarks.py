@@ -42,6 +42,7 @@ def measured(tmp_path_factory):
     return json.loads(report.read_text()), done.stdout
 
 
+@pytest.mark.processes
 def test_every_case_is_timed_against_its_floor(measured):
     report, table = measured
     rows = {(row["case"], row["optimizer"]): row for row in report["rows"] if row["median_ms"]}
@@ -78,6 +79,7 @@ def test_the_shapes_are_the_published_models(monkeypatch):
     assert count("gpt2-large") == [(436, 774_030_080)]
 
 
+@pytest.mark.processes
 def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
     figure = tmp_path / "family.png"
     script = [sys.executable, "-X", "utf8", "-W", "error", str(BENCHMARKS / "plot_family.py")]
@@ -116,6 +118,7 @@ def test_estimates_are_drawn_among_fixed_rates(tmp_path, monkeypatch):
     assert figure.stat().st_size > 5_000
 
 
+@pytest.mark.processes
 def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     pytest.importorskip("optax")
     path = tmp_path / "jax.json"
@@ -196,6 +199,7 @@ def test_the_grids_that_costs_count_have_three_rates(paper_cost):
             assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)
 
 
+@pytest.mark.training
 def test_the_share_of_time_that_cifar10_keeps_a_device_busy(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import cifar10_busy

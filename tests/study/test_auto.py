@@ -161,6 +161,7 @@ def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.plots
 def test_compare_needs_no_further_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +186,7 @@ def test_train_needs_no_learning_rate_and_takes_a_factor(
     assert "lr 0.5 × auto (→ " in printed(f"{words} --lr 0.5", capsys)
 
 
+@pytest.mark.training
 def test_digits_are_learnt_without_a_learning_rate() -> None:
     settings = settings_of(
         digits.problem(), method="madgrad-auto", epochs=6, schedule="tenthing:60%-85%", lr=1.0

@@ -144,6 +144,7 @@ def test_evaluation_uses_the_same_masks_in_every_run(small):
     assert one.evaluate(one.model, "test") == other.evaluate(other.model, "test")
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(small):
     problem, data = small
     settings = settings_of(problem, epochs=6)
@@ -158,6 +159,7 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(problem, replace(settings, seed=1), Place(data)).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "adam"])
 def test_a_killed_run_ends_with_the_same_numbers(small, method):
     problem, data = small

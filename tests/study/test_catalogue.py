@@ -28,6 +28,7 @@ def _own_modules() -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name", ["./net_of_a_path.py", "deep/net_of_a_path.py", "{here}/a/net_of_a_path.py"]
 )

@@ -102,6 +102,7 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Also in the zip's headers and padding, which its own checksums do not cover."""
     path = tmp_path / "one.pt"

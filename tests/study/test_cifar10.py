@@ -174,6 +174,7 @@ def test_missing_data_is_reported_before_any_run(tmp_path):
         problem.check_data(Setup(problem.presets["gpu"], 0, CPU, tmp_path))
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(small):
     settings = settings_of(small, epochs=6)
     record = run(small, settings, Place())
@@ -185,6 +186,7 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(small, replace(settings, seed=1), Place()).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, after):
     settings, place = settings_of(small), Place(save_every=0)

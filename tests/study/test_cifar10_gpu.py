@@ -92,6 +92,7 @@ def test_compiled_runs_learn_on_a_gpu(small):
         assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
 def test_models_of_one_shape_are_compiled_once():
     torch._dynamo.reset()

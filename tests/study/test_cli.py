@@ -150,6 +150,7 @@ def test_a_diverged_run_is_reported_as_such(capsys: pytest.CaptureFixture[str]) 
     assert "seed 0: diverged after 1 epochs" in capsys.readouterr().out
 
 
+@pytest.mark.plots
 def test_compare_reruns_a_broken_line_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_compare_reruns_a_broken_line_and_reports(
     assert "Page: out/report/index.html" in whole
 
 
+@pytest.mark.processes
 def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
@@ -196,6 +198,7 @@ def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "mine-cpu" / "report" / "index.html").stat().st_size > 10_000
 
 
+@pytest.mark.processes
 def test_a_terminal_without_plus_minus_gets_the_table(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()

@@ -30,6 +30,8 @@ from cubegrad.study.sweep import Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
+pytestmark = pytest.mark.ray
+
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs the extra ray", allow_module_level=True)
 

@@ -120,6 +120,7 @@ def plan():
     return [*train[:3], Wanted("test", list(range(12))), *train[3:]]
 
 
+@pytest.mark.processes
 def test_any_number_of_workers_gives_the_same_batches(tree):
     crops = Crops(tree.parts, seed=4, side=16, short=18)
     alone = list(Workers(crops, 0).answers(plan()))
@@ -153,6 +154,7 @@ def test_the_test_crop_is_the_resized_middle(tree):
     assert np.array_equal(batch.images[0].permute(1, 2, 0), np.asarray(middle))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_worker_is_one_line(tmp_path, workers):
     tree = read_tree(write_images(tmp_path, train=4, val=2))
@@ -167,6 +169,7 @@ def test_an_error_of_a_worker_is_one_line(tmp_path, workers):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.processes
 def test_a_killed_worker_is_reported(tree):
     workers = Workers(Crops(tree.parts, 0, 16, 18), 1)
     list(workers.answers([Wanted("train", [0], 0)]))
@@ -191,6 +194,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.processes
 @needs_proc
 def test_workers_do_not_outlive_a_killed_run(tree):
     root = str(tree.parts["train"].folder.parent)

@@ -167,6 +167,7 @@ def test_the_presets_are_the_papers_or_its_fractions():
         assert factor(preset.epochs * steps - 1) == 0.1
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(small):
     problem, data = small
     settings = settings_of(problem, epochs=12)
@@ -180,6 +181,7 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(problem, replace(settings, seed=1), Place(data)).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, method):
     problem, data = small

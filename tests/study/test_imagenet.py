@@ -159,6 +159,7 @@ def test_the_nets_have_the_documented_sizes(name, parameters):
     assert f"{parameters:,} parameters" in preset.size
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_a_run_learns_and_repeats_itself(images, options):
     problem = small_problem(**options)
@@ -171,6 +172,7 @@ def test_a_run_learns_and_repeats_itself(images, options):
     assert run(problem, replace(settings, seed=1), place).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
     problem = small_problem(**options)
@@ -180,6 +182,7 @@ def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
     assert resumed.curve == run(problem, settings, place).curve
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_worker_processes_change_no_number(images, monkeypatch, options):
     problem = small_problem(**options)

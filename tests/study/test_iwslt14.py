@@ -181,6 +181,7 @@ def test_missing_data_is_reported_before_any_run(tmp_path):
             problem.check_data(Setup(preset, 0, CPU, tmp_path))
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(data):
     problem = small_problem(width=32, merges=200, steps=40, dropout=0.1)
     settings = settings_of(problem, epochs=8, lr=0.1, schedule="inverse-sqrt:40")
@@ -204,6 +205,7 @@ def test_another_part_is_judged_when_choosing(data):
     assert valid == task.evaluate(task.model, "valid")
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(data, tmp_path, method):
     problem = small_problem(steps=4)

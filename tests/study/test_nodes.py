@@ -139,6 +139,7 @@ def test_a_node_whose_torch_sees_no_gpu_is_reported() -> None:
     assert message == "torch sees no GPU on a node that has one; install a torch with CUDA there"
 
 
+@pytest.mark.processes
 def test_a_gpu_that_is_too_small_is_reported(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
     message = nodes.work(nodes.Order(NAME, SETTINGS, Place(tmp_path), Path("one.pt"), ""), None)

@@ -158,6 +158,7 @@ def test_the_markdown_has_the_table_and_points_at_the_plots(written: Path) -> No
     assert "    cubegrad compare cifar10 --preset gpu" in text
 
 
+@pytest.mark.plots
 def test_a_new_report_replaces_the_old_and_touches_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "report"
     folder.mkdir()
@@ -169,6 +170,7 @@ def test_a_new_report_replaces_the_old_and_touches_nothing_else(tmp_path: Path) 
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.plots
 def test_several_problems_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
     other = [replace(r, settings=replace(r.settings, problem="other")) for r in CIFAR10_RECORDS]
     printed = report.write([*CIFAR10_RECORDS, *other], tmp_path / "report")
@@ -183,6 +185,7 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.plots
 def test_a_lone_epoch_and_a_lone_method_can_be_drawn(tmp_path: Path) -> None:
     lone = cifar10_record("sgd", 0.1, 0, 90.0)
     curve = {name: values[:1] for name, values in lone.curve.items()}

@@ -31,6 +31,7 @@ def record_of(lr: float, seed: int, train: Sequence[float], loss: Sequence[float
     return Record(settings, "finished", curve, 1.0, {}, MACHINE)
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("name", ["{outside}/evil", "../evil", "../../evil"])
 @pytest.mark.parametrize("field", ["problem", "preset"])
 def test_a_name_of_a_record_is_never_a_path(
@@ -61,6 +62,7 @@ def test_plots_of_a_name_with_dots_and_spaces_have_its_name(tmp_path: Path) -> N
     assert "![curves](my%20net1.5-gpu-curves.png)" in text
 
 
+@pytest.mark.plots
 def test_two_lengths_of_one_problem_have_plots_of_their_own(tmp_path: Path) -> None:
     longer = records_of("cifar10", epochs=30)
     other = records_of("CIFAR10")  # the same file on a file system that ignores case
@@ -73,6 +75,7 @@ def test_two_lengths_of_one_problem_have_plots_of_their_own(tmp_path: Path) -> N
     assert all((tmp_path / "report" / name).exists() for name in linked)
 
 
+@pytest.mark.plots
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
     about = {**ABOUT, "description": NASTY, "metric": NASTY, "unit": NASTY, "beside": ["x|y"]}
@@ -100,6 +103,7 @@ def test_a_record_without_a_description_is_reported(tmp_path: Path) -> None:
     assert "no date." in (tmp_path / "report" / "report.md").read_text()
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize(
     ("records", "cells"),
     [
@@ -131,6 +135,7 @@ def test_any_finite_number_can_be_reported(
     assert (tmp_path / "report" / "index.html").stat().st_size > 10_000
 
 
+@pytest.mark.plots
 def test_a_number_too_large_to_draw_does_not_hide_the_others(tmp_path: Path) -> None:
     fine = [record_of(lr, 0, [3.0, 2.0, 1.0], [3.0, 2.0, 1.0 + lr]) for lr in (0.1, 0.2)]
     wild = record_of(0.5, 0, [1e308, 2.0, 1e308], [1e300, 2.0, 1e308])
@@ -166,6 +171,7 @@ def test_seeds_with_other_metrics_are_reported_by_what_they_share(tmp_path: Path
     assert "SGD" in report.write([one, two], tmp_path / "report")
 
 
+@pytest.mark.plots
 def test_two_reports_at_the_same_time_do_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +198,7 @@ def test_drafts_of_killed_reports_are_deleted(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"report", ".report.now"}
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("command", ["sweep", "compare"])
 def test_the_directory_is_held_until_its_report_is_there(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,8 @@ from cubegrad.study.sweep import Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
+pytestmark = pytest.mark.processes
+
 TOY = four_runs(toy_problem.problem())
 
 
