@@ -175,8 +175,8 @@ def paper_cost(monkeypatch):
 def test_the_updates_that_are_timed_are_updates(
     paper_cost, monkeypatch, name, batch, options, updates
 ):
-    """On a CPU, with tiny networks: each call is a step, its loss finite and not the last one."""
-    if name == "imagenet":  # the one that is captured
+    """On a CPU, with tiny networks: each call is a step, and changes the loss."""
+    if name == "imagenet":  # the only one that is captured in a graph
         pretend_cuda(monkeypatch, torch.nn.Module())
     update, count = paper_cost.UPDATES[name](tiny(name, batch, **options), torch.device("cpu"))
     losses = [float(update()) for _ in range(2)]
@@ -205,7 +205,7 @@ def test_the_share_of_time_that_cifar10_keeps_a_device_busy(monkeypatch, tmp_pat
     import cifar10_busy
 
     assert cifar10_busy.covered([(10, 30), (0, 5), (20, 25), (28, 40)]) == 35
-    monkeypatch.setattr(data, "cifar10", data.cifar10)  # put back after the benchmark's own
+    monkeypatch.setattr(data, "cifar10", data.cifar10)  # restored after the benchmark replaced it
     cifar10.parts.cache_clear()
     report = tmp_path / "busy.json"
     where = ["--preset", "cpu", "--device", "cpu", "--synthetic", "--json", str(report)]

@@ -1,4 +1,4 @@
-"""Each example runs as it stands, from any folder, and says what it found."""
+"""Each example runs unchanged, from any folder, and prints its results."""
 
 import re
 import struct

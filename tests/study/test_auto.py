@@ -123,7 +123,7 @@ GRID = (1e-3, 2.5e-3, 5e-3, 1e-2)
     ("changes", "madgrad", "auto"),
     [
         ({}, GRID, (1.0,)),
-        ({"grid": Grid((2.0, 5.0))}, (2e-3, 5e-3), (1.0,)),  # whatever the grid has
+        ({"grid": Grid((2.0, 5.0))}, (2e-3, 5e-3), (1.0,)),  # whatever the grid
         ({"lrs": (0.1, 0.2)}, (0.1, 0.2), (1.0,)),  # taken as rates, as one method takes no factor
         ({"lrs": (0.5, 2.0), "entries": [AUTO, replace(AUTO, schedule="sqrt:4")]}, None, (0.5, 2)),
     ],
@@ -172,7 +172,9 @@ def test_compare_needs_no_further_options(
     assert re.search(r"^MADGRAD, lr auto +auto \(→ [\d.e-]+\) +0 ", out, re.MULTILINE)
     records = Runs(tmp_path / "runs" / "toy-cpu").load()[0].values()
     factors = [r.settings.lr for r in records if r.settings.method == "madgrad-auto"]
-    assert factors == [1.0] * 2  # seeds: nothing is searched, so the search's is one of them
+    assert (
+        factors == [1.0] * 2
+    )  # two seeds: nothing is searched, so the seed of the search is one of them
     assert (tmp_path / "runs" / "toy-cpu" / "report" / "toy-cpu-estimated-lr.png").exists()
 
 

@@ -85,7 +85,7 @@ def test_what_is_drawn_of_an_estimate() -> None:
     assert (list(best.get_ydata()), best.get_linestyle()) == ([0.025, 0.025], "--")
     assert list(mean.get_ydata()) == pytest.approx([1e-4, 2e-3, 0.012])
     assert found.get_yscale() == "log"
-    # On the axis of learning rates a factor has no place: the result is a level.
+    # A factor has no place on an axis of learning rates: its result is a horizontal line.
     assert list(search.lines[1].get_ydata()) == [91.0, 91.0]
     assert search.get_xlabel() == "learning rate"
     low, high = search.get_ylim()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from killed import killed_and_resumed
 from small_runs import CPU, needs_gpu, settings_of, setup_of
-from small_text import build, small_problem
+from small_text import small_problem, task_of
 
 from cubegrad.study import StudyError, methods, schedules
 from cubegrad.study.data.masking import UNASKED, masked
@@ -19,16 +19,6 @@ from cubegrad.study.problems import bookwiki
 from cubegrad.study.train import Place, run
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def small(tmp_path):
-    """The problem on made-up novels, and their folder."""
-    return small_problem(tmp_path), tmp_path
-
-
-def task_of(small, seed=0, hold_out=False, **options):
-    return build(setup_of(*small, seed=seed, hold_out=hold_out), **options)
 
 
 def parameter_count(preset, vocabulary):
@@ -85,9 +75,9 @@ def test_the_presets_are_the_papers_or_its_fractions():
         assert set(preset.lrs) == set(preset.methods)
 
 
-def test_batches_are_a_function_of_seed_and_update(small):
+def test_batches_are_a_function_of_seed_and_update(small_bookwiki):
     def inputs(seed, epoch, **options):
-        return [batch.inputs for batch in task_of(small, seed, **options).batches(epoch)]
+        return [batch.inputs for batch in task_of(small_bookwiki, seed, **options).batches(epoch)]
 
     first = inputs(0, 1)
     assert len(first) == 6
@@ -99,9 +89,9 @@ def test_batches_are_a_function_of_seed_and_update(small):
     assert torch.equal(inputs(0, 3, updates=2)[1], first[1])
 
 
-def test_a_block_is_masked_differently_each_time(small):
-    task = task_of(small)
-    train = bookwiki.parts(small[1], "novels", 300, 32, False, CPU)[0]["train"]
+def test_a_block_is_masked_differently_each_time(small_bookwiki):
+    task = task_of(small_bookwiki)
+    train = bookwiki.parts(small_bookwiki[1], "novels", 300, 32, False, CPU)[0]["train"]
     whole = {tuple(row) for row in train.rows(torch.arange(train.number), 32).tolist()}
     batch = next(iter(task.batches(0)))
     asked = batch.labels != UNASKED
@@ -113,15 +103,15 @@ def test_a_block_is_masked_differently_each_time(small):
     assert not torch.equal(again.inputs, batch.inputs)
 
 
-def test_a_part_is_held_out(small):
-    _, data = small
+def test_a_part_is_held_out(small_bookwiki):
+    _, data = small_bookwiki
     made = corpus(find(data, "novels"), 300, 32).parts
     sizes = {part: len(made[part].starts) - 1 for part in made}
     held = bookwiki.parts(data, "novels", 300, 32, True, CPU)[0]
     assert {part: blocks.number for part, blocks in held.items()} == sizes
     whole = bookwiki.parts(data, "novels", 300, 32, False, CPU)[0]
     assert whole["train"].number == sizes["train"] + sizes["valid"]
-    task = task_of(small, hold_out=True)
+    task = task_of(small_bookwiki, hold_out=True)
     task.model.eval()
     assert task.evaluate(task.model, "valid") != task.evaluate(task.model, "test")
 
@@ -136,8 +126,8 @@ def test_a_run_on_a_gpu_learns(tmp_path, at_once):
     assert record.curve["loss"][-1] < record.curve["loss"][0]
 
 
-def test_evaluation_uses_the_same_masks_in_every_run(small):
-    one, other = task_of(small, seed=0), task_of(small, seed=5)
+def test_evaluation_uses_the_same_masks_in_every_run(small_bookwiki):
+    one, other = task_of(small_bookwiki, seed=0), task_of(small_bookwiki, seed=5)
     other.model.load_state_dict(one.model.state_dict())
     for task in (one, other):
         task.model.eval()
@@ -145,14 +135,14 @@ def test_evaluation_uses_the_same_masks_in_every_run(small):
 
 
 @pytest.mark.training
-def test_a_run_learns_and_repeats_itself(small):
-    problem, data = small
+def test_a_run_learns_and_repeats_itself(small_bookwiki):
+    problem, data = small_bookwiki
     settings = settings_of(problem, epochs=6)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
     assert set(record.curve) == {"train_loss", "loss", "perplexity"}
     losses = record.curve["loss"]
-    assert losses[0] < math.log2(300) + 0.5  # bits: a guess among all tokens has log2(300)
+    assert losses[0] < math.log2(300) + 0.5  # bits; guessing among 300 tokens has log2(300)
     assert losses[-1] < losses[0] - 0.5
     assert record.curve["perplexity"][-1] == pytest.approx(2 ** losses[-1])
     assert run(problem, settings, Place(data)).curve == record.curve
@@ -161,16 +151,18 @@ def test_a_run_learns_and_repeats_itself(small):
 
 @pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "adam"])
-def test_a_killed_run_ends_with_the_same_numbers(small, method):
-    problem, data = small
+def test_a_killed_run_ends_with_the_same_numbers(small_bookwiki, method):
+    problem, data = small_bookwiki
     settings = settings_of(problem, method=method)
     place = Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, data / "x.pt", after=2)
     assert resumed.curve == run(problem, settings, place).curve
 
 
-def test_missing_data_and_libraries_are_reported_before_any_run(small, tmp_path, monkeypatch):
-    problem, data = small
+def test_missing_data_and_libraries_are_reported_before_any_run(
+    small_bookwiki, tmp_path, monkeypatch
+):
+    problem, data = small_bookwiki
     setup = setup_of(problem, data)
     problem.check_data(setup)
     assert list((data / "novels").glob("*.npz"))

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 from pretend_cuda import pretend_cuda
-from small_runs import setup_of
-from small_text import build, small_problem
+from small_text import task_of
 from torch import nn
 
 import cubegrad
@@ -16,16 +15,6 @@ from cubegrad.study.data.tokens import MASK, PAD
 from cubegrad.study.problems import bookwiki
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def small(tmp_path):
-    """The problem on made-up novels, and their folder."""
-    return small_problem(tmp_path), tmp_path
-
-
-def task_of(small, seed=0, hold_out=False, **options):
-    return build(setup_of(*small, seed=seed, hold_out=hold_out), **options)
 
 
 class Sure(nn.Module):
@@ -76,10 +65,10 @@ def test_an_update_is_the_mean_over_its_questions_clipped(clip):
     assert not loss.requires_grad
 
 
-def test_the_parts_of_an_update_add_up(small):
+def test_the_parts_of_an_update_add_up(small_bookwiki):
     gradients = []
     for at_once in (8, 3):
-        task = task_of(small, at_once=at_once, dropout=0.0)
+        task = task_of(small_bookwiki, at_once=at_once, dropout=0.0)
         optimizer = torch.optim.SGD(task.model.parameters(), lr=0.0)
         task.step(optimizer, next(iter(task.batches(0))))
         gradients.append(torch.cat([param.grad.flatten() for param in task.model.parameters()]))
@@ -87,11 +76,11 @@ def test_the_parts_of_an_update_add_up(small):
     assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_a_graphed_update_is_a_plain_one(small, monkeypatch):
+def test_a_graphed_update_is_a_plain_one(small_bookwiki, monkeypatch):
     """A graph overwrites its gradients at each replay, and they are clipped in place."""
     losses, weights, captures = [], [], []
     for graphed in (False, True):
-        task = task_of(small, dropout=0.0)
+        task = task_of(small_bookwiki, dropout=0.0)
         if graphed:
             captures = pretend_cuda(monkeypatch, task.model)
         step = bookwiki.stepping(task.model, 8, 0.5, graphed)
@@ -120,8 +109,8 @@ def test_an_update_neither_waits_for_values_nor_leaves_its_device():
     assert all(param.grad.is_meta for param in model.parameters())
 
 
-def test_the_loss_is_that_of_transformers(small):
-    task = task_of(small)
+def test_the_loss_is_that_of_transformers(small_bookwiki):
+    task = task_of(small_bookwiki)
     task.model.eval()
     update = next(iter(task.batches(0)))
     labels = torch.full_like(update.inputs, UNASKED)

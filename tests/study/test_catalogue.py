@@ -11,10 +11,7 @@ from command_line import refused
 from cubegrad.study import cli
 from cubegrad.study.records import Runs
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("_in_an_empty_folder")
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def test_every_form_gives_the_same_images(tmp_path, published, layout):
     assert np.array_equal(train.images.reshape(-1, 3072), pixels)
     assert np.array_equal(test.images.reshape(-1, 3072), expected[5][0])
     assert test.labels.tolist() == expected[5][1].tolist()
-    # A row is the red plane, the green and the blue, each line after line.
+    # A row is the red plane, then the green and the blue one, each line by line.
     assert test.images[1, 2, 3, 4] == expected[5][0][1, 2 * 1024 + 3 * 32 + 4]
 
 
@@ -108,7 +108,7 @@ def test_content_that_cannot_be_images_is_refused(tmp_path, raw, message):
 
 @pytest.mark.skipif(not (REAL / "unpack").exists(), reason="CIFAR-10 is not beside the checkout")
 def test_the_real_test_set(tmp_path):
-    """The published file byte for byte; its labels and pixels as they are known."""
+    """Byte for byte the published file, so its checksum holds; some of its labels and means."""
     packed = np.load(REAL / "cifar10_lossless_test.npz")
     pixels = runpy.run_path(str(REAL / "unpack"))["decode"](packed).reshape(-1, 3072)
     (tmp_path / "test_batch.bin").write_bytes(binary(pixels, packed["y"]))

@@ -13,7 +13,7 @@ from cubegrad.study.data import cifar10 as data
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch):
-    """Addresses of files are opened, and no others."""
+    """Only file: addresses may be opened."""
     opened = urllib.request.urlopen
 
     def local(url, **options):
@@ -39,16 +39,16 @@ def test_missing_data_is_not_fetched_unasked(tmp_path):
 
 
 @pytest.fixture
-def shop(tmp_path):
-    """An address to fetch from, and the folder to fetch to."""
-    (tmp_path / "shop").mkdir()
-    source, _, archive = publish(*BINARY, address=(tmp_path / "shop").as_uri() + "/")
-    (tmp_path / "shop" / source.archive).write_bytes(archive)
-    return source, tmp_path / "shop" / source.archive, tmp_path / "deep" / "data"
+def mirror(tmp_path):
+    """A source to download from, its file, and the folder to download to."""
+    (tmp_path / "mirror").mkdir()
+    source, _, archive = publish(*BINARY, address=(tmp_path / "mirror").as_uri() + "/")
+    (tmp_path / "mirror" / source.archive).write_bytes(archive)
+    return source, tmp_path / "mirror" / source.archive, tmp_path / "deep" / "data"
 
 
-def test_a_download_is_shown_checked_and_kept(shop, capsys):
-    source, address, folder = shop
+def test_a_download_is_shown_checked_and_kept(mirror, capsys):
+    source, address, folder = mirror
     train, _ = data.cifar10(folder, download=True, sources=(source,))
     assert len(train.labels) == 5 * ROWS
     (archive,) = folder.iterdir()
@@ -61,8 +61,8 @@ def test_a_download_is_shown_checked_and_kept(shop, capsys):
     assert torch.equal(again.images, train.images)
 
 
-def test_a_wrong_download_is_not_kept(shop):
-    source, address, folder = shop
+def test_a_wrong_download_is_not_kept(mirror):
+    source, address, folder = mirror
     address.write_bytes(address.read_bytes()[:-1])
     with pytest.raises(StudyError, match=r"came with md5 .* instead of .*: try again") as error:
         data.cifar10(folder, download=True, sources=(source,))
@@ -71,7 +71,7 @@ def test_a_wrong_download_is_not_kept(shop):
 
 
 class Broken:
-    """An answer that ends in the middle."""
+    """A response that breaks off."""
 
     headers: dict[str, str] = {}  # noqa: RUF012
 
@@ -100,8 +100,8 @@ class Broken:
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_a_broken_download_leaves_nothing(shop, monkeypatch, end, seen):
-    source, _, folder = shop
+def test_a_broken_download_leaves_nothing(mirror, monkeypatch, end, seen):
+    source, _, folder = mirror
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Broken(end))
     with pytest.raises(seen) as error:
         data.cifar10(folder, download=True, sources=(source,))
@@ -111,8 +111,8 @@ def test_a_broken_download_leaves_nothing(shop, monkeypatch, end, seen):
         assert f"put {source.archive} there yourself" in str(error.value)
 
 
-def test_an_address_that_does_not_answer_is_named(shop):
-    source, address, folder = shop
+def test_an_address_that_does_not_answer_is_named(mirror):
+    source, address, folder = mirror
     address.unlink()
     with pytest.raises(StudyError, match="could not be fetched") as error:
         data.cifar10(folder, download=True, sources=(source,))

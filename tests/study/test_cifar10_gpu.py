@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from pretend_cuda import pretend_cuda
-from small_cifar import made_up_images, small_problem
+from small_cifar import made_up_images
 from small_runs import CPU, needs_gpu, settings_of, setup_of
 from torch._dynamo.testing import CompileCounter
 
@@ -16,17 +16,12 @@ from cubegrad.study.problems import cifar10
 from cubegrad.study.train import Place, run
 
 
-@pytest.fixture
-def small(monkeypatch):
-    return small_problem(monkeypatch)
-
-
-def two_tasks(small, device, loss=cifar10.mean_loss):
+def two_tasks(small_cifar10, device, loss=cifar10.mean_loss):
     """The same model twice, and a captured step for the first."""
     tasks = []
     for _ in range(2):
         torch.manual_seed(0)
-        tasks.append(cifar10.build(setup_of(small, device=device)))
+        tasks.append(cifar10.build(setup_of(small_cifar10, device=device)))
     return *tasks, GraphedStep(tasks[0].model, loss, 16, cifar10.mean_loss)
 
 
@@ -44,7 +39,7 @@ def two_epochs(graphed, plain, step):
     return losses
 
 
-def test_a_graphed_step_is_a_step(small, monkeypatch):
+def test_a_graphed_step_is_a_step(small_cifar10, monkeypatch):
     """Also its running means, the smaller last batch, and losses that are kept."""
     sizes = set()
 
@@ -52,7 +47,7 @@ def test_a_graphed_step_is_a_step(small, monkeypatch):
         sizes.add(len(labels))
         return cifar10.mean_loss(model, images, labels)
 
-    graphed, plain, step = two_tasks(small, CPU, loss)
+    graphed, plain, step = two_tasks(small_cifar10, CPU, loss)
     graphs = pretend_cuda(monkeypatch, graphed.model)
     benchmark = torch.backends.cudnn.benchmark
     losses = two_epochs(graphed, plain, step)
@@ -69,8 +64,8 @@ def test_a_graphed_step_is_a_step(small, monkeypatch):
 
 
 @needs_gpu
-def test_a_graphed_step_is_a_step_on_a_gpu(small):
-    graphed, plain, step = two_tasks(small, torch.device("cuda"))
+def test_a_graphed_step_is_a_step_on_a_gpu(small_cifar10):
+    graphed, plain, step = two_tasks(small_cifar10, torch.device("cuda"))
     assert isinstance(graphed.step, GraphedStep)
     for loss, expected in two_epochs(graphed, plain, step):
         torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)  # bfloat16
@@ -82,10 +77,10 @@ def test_a_graphed_step_is_a_step_on_a_gpu(small):
 
 @needs_gpu
 @pytest.mark.filterwarnings("default")  # the compiler's own
-def test_compiled_runs_learn_on_a_gpu(small):
-    preset = small.presets["cpu"]
+def test_compiled_runs_learn_on_a_gpu(small_cifar10):
+    preset = small_cifar10.presets["cpu"]
     preset = replace(preset, options={**preset.options, "compile": True})
-    problem = replace(small, presets={"cpu": preset})
+    problem = replace(small_cifar10, presets={"cpu": preset})
     for seed in range(2):
         settings = settings_of(problem, epochs=6, device="cuda", seed=seed)
         losses = run(problem, settings, Place()).curve["train_loss"]

@@ -14,12 +14,9 @@ from made_up_records import CIFAR10_RECORDS
 from cubegrad.study import catalogue, cli
 from cubegrad.study.records import Runs, to_line
 
+pytestmark = pytest.mark.usefixtures("_in_an_empty_folder")
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def command(words: str) -> int:

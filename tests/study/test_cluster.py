@@ -51,7 +51,7 @@ def home() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def address(home: str) -> Iterator[str]:
     """A head with room for two runs."""
-    # 127.0.0.1 would be taken for "this host", and looked for at its other address.
+    # Ray replaces 127.0.0.1 by the other address of this host.
     where = "--node-ip-address=127.0.0.2 --port=0 --num-cpus=2 --include-dashboard=false"
     with ray_node(f"--head {where}", home) as head:
         yield wait_for_line(head, "--address='").split("--address='")[1].split("'")[0]
@@ -132,7 +132,7 @@ def test_a_death_costs_no_run(
         machine = Cluster(NAME, Place(data, save_every=0.0), address)
         recorded, progress = search(tmp_path / "cluster", machine)
     assert (progress.runs, progress.passed, progress.total) == (4, 16, 16)
-    # Five attempts at four runs; the fifth went on from the checkpoint, if its node could see it.
+    # Five attempts at four runs; the fifth resumed the checkpoint, if its node could see it.
     assert attempts(data) == [0, 0, 0, 0, 2 if shared else 0]
     assert not list((tmp_path / "cluster").glob("checkpoints/*"))
     out, errors = capfd.readouterr()
@@ -159,9 +159,7 @@ def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
     assert process.returncode == 130, errors
     assert errors.strip().endswith("stopped; the same command goes on where it was")
     assert "Traceback" not in errors
-    wait_for(
-        lambda: not any(is_running(one.pid) for one in started_epochs(data))
-    )  # none goes on computing
+    wait_for(lambda: not any(is_running(one.pid) for one in started_epochs(data)))
     wait_for(lambda: all(one.session != process.pid for one in running()))
     before = curves(tmp_path / "out")
     assert 1 <= len(before) < 4
@@ -204,7 +202,7 @@ def test_what_goes_wrong_on_a_node_is_one_line(address: str, tmp_path: Path, dat
         with pytest.raises(StudyError, match=r"^the data is odd; use other data$"):
             sweep("study-error")
         with pytest.raises(ZeroDivisionError, match=r"ray_problem\.py"):
-            sweep("bug")  # the user cannot mend it, so it is shown with its place
+            sweep("bug")  # a bug, so it is shown with its traceback
         with pytest.raises(StudyError, match=r"node died 2 times.*; the same command") as caught:
             sweep("die")
     assert "(WorkerCrashedError)" in str(caught.value)

@@ -65,7 +65,7 @@ def test_alpha_is_dropped(tmp_path):
 
 
 def test_cmyk(tmp_path):
-    """Cyan takes the red out, black everything."""
+    """Cyan has no red, black no colour at all."""
     Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(tmp_path / "cyan.jpg")
     Image.new("CMYK", (8, 8), (0, 0, 0, 255)).save(tmp_path / "black.jpg")
     assert np.abs(pixels(tmp_path / "cyan.jpg").astype(int) - [0, 255, 255]).max() <= 2
@@ -112,7 +112,7 @@ def tree(tmp_path_factory):
     return read_tree(write_images(tmp_path_factory.mktemp("images"), train=8, val=4))
 
 
-def plan():
+def requests():
     """Two epochs of three batches, and the test set between them."""
     order = np.random.default_rng(0).permutation(24).tolist()
     batches = [order[:10], order[10:20], order[20:]]
@@ -123,11 +123,11 @@ def plan():
 @pytest.mark.processes
 def test_any_number_of_workers_gives_the_same_batches(tree):
     crops = Crops(tree.parts, seed=4, side=16, short=18)
-    alone = list(Workers(crops, 0).answers(plan()))
+    alone = list(Workers(crops, 0).answers(requests()))
     several = Workers(crops, TWO)
-    shared = list(several.answers(plan()))
+    shared = list(several.answers(requests()))
     assert len(alone) == len(shared) == 7
-    for one, other, wanted in zip(alone, shared, plan(), strict=True):
+    for one, other, wanted in zip(alone, shared, requests(), strict=True):
         assert torch.equal(one.images, other.images)
         assert (
             one.labels.tolist()
@@ -139,10 +139,10 @@ def test_any_number_of_workers_gives_the_same_batches(tree):
         assert one.images.is_contiguous(memory_format=torch.channels_last)
     assert not torch.equal(alone[0].images, alone[4].images)
     # The same processes answer again after an iteration that was abandoned.
-    abandoned = several.answers(plan())
+    abandoned = several.answers(requests())
     next(abandoned)
     del abandoned
-    (again,) = several.answers(plan()[5:6])
+    (again,) = several.answers(requests()[5:6])
     assert torch.equal(again.images, alone[5].images)
 
 

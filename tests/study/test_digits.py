@@ -1,4 +1,4 @@
-"""The embedded problem: its split, its net, and that it learns."""
+"""The problem whose data comes with scikit-learn: its split, its net, and that it learns."""
 
 import torch
 from small_runs import settings_of, setup_of

@@ -66,7 +66,7 @@ def test_the_model_sees_a_quarter_of_the_lines_and_is_judged_on_the_crop():
     kspace = torch.randn(1, 2, 20, 24, dtype=torch.complex64)
     whole = root_sum_of_squares(to_images(kspace))
     model = ZeroFilled()
-    # A target wider than the image, as of a few volumes: both are cut to what they share.
+    # Some volumes have targets wider than the image: both are cropped to the common part.
     target = torch.nn.functional.pad(whole[:, 5:15], (3, 3))
     fastmri.similarity(model, Slices(kspace, target, torch.ones(1)), 4)
     measurement, lines, low = model.inputs
@@ -97,7 +97,7 @@ def test_an_epoch_holds_each_slice_once(small):
     task = fastmri.build(setup_of(*small))
     batches = list(task.batches(0))
     counts = [sum(len(one.peak) for one in batch) for batch in batches]
-    # Twenty slices of five subjects, one is to test with; or five of three volumes.
+    # Twenty slices of five subjects (a sixth is for testing), or five of three volumes.
     assert counts in ([3] * 6 + [2], [3, 2])
     assert len(batches) == task.steps_per_epoch
     brightness = [one.target.sum((1, 2)) for batch in batches for one in batch]
@@ -122,7 +122,7 @@ def test_one_volume_cannot_be_split(tmp_path):
 
 
 def test_a_step_is_of_the_mean_over_slices_of_any_shape(small):
-    """SGD's step of 1 is the gradient of the mean loss, computed all at once."""
+    """A step of SGD with lr 1 is the gradient of the mean loss over all slices."""
     task = fastmri.build(setup_of(*small))
     for batch in list(task.batches(0))[-2:]:
         expected = task.loss(task.model, batch)
@@ -173,7 +173,7 @@ def test_a_run_learns_and_repeats_itself(small):
     settings = settings_of(problem, epochs=12)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
-    # 0.16 to 0.80 of it over six seeds of either kind; 5 epochs left 0.92 with one of them.
+    # 0.16 to 0.80 with six seeds of either kind; after 5 epochs one of them was at 0.92.
     assert record.curve["train_loss"][-1] < 0.9 * record.curve["train_loss"][0]
     assert record.curve["ssim"][-1] > record.curve["ssim"][0]
     assert set(record.curve) == {"train_loss", "loss", "ssim"}

@@ -182,7 +182,7 @@ def test_coils_are_smooth_differ_and_lose_nothing():
     torch.testing.assert_close((maps.abs() ** 2).sum(0), torch.ones(24, 32))
     assert (maps.diff(dim=1).abs().max() < 0.25) & (maps.diff(dim=2).abs().max() < 0.25)
     gram = torch.einsum("chw,dhw->cd", maps, maps.conj()) / maps[0].numel()
-    assert torch.linalg.eigvalsh(gram).min() > 1e-3  # no coil is a sum of others
+    assert torch.linalg.eigvalsh(gram).min() > 1e-3  # no coil is a combination of the others
 
 
 def test_the_target_is_the_slice_and_its_kspace_is_seen_by_every_coil():

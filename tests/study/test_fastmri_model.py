@@ -197,7 +197,7 @@ def test_sensitivities_are_of_the_centre_and_sum_to_one():
 
 
 def test_an_image_scales_with_its_kspace():
-    """fastMRI's values are of 1e-5; every stage is linear or normalised."""
+    """fastMRI's values are of the order of 1e-5; every stage is linear or normalised."""
     model = VarNet(**TINY)
     lines = kspace.measured(16, 4, 4, 1)
     some = random_complex(1, 3, 16, 16) * lines

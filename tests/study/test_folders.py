@@ -110,7 +110,7 @@ def test_one_class_is_not_enough(tmp_path, classes):
 
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_images_outside_class_folders_are_refused(tmp_path, part):
-    """As ImageNet's own archive of validation images unpacks."""
+    """ImageNet's archive of validation images has no folders."""
     write_images(tmp_path)
     (tmp_path / part).rename(tmp_path / "aside")
     touch(tmp_path, f"{part}/ILSVRC2012_val_00000001.JPEG")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from command_line import refused
 from killed import killed_and_resumed
+from small_cifar import FirstValues
 from small_images import small_problem, write_images
 from small_runs import CPU, settings_of, setup_of
-from torch import Generator, nn
+from torch import Generator
 
 from cubegrad.study import Setup, StudyError, cli, methods, schedules
 from cubegrad.study.data import decoding
@@ -27,12 +28,12 @@ def images(tmp_path_factory):
 
 
 def test_memory_and_workers_give_the_same_crops(images):
-    """But for Pillow's rounding to bytes after each axis."""
+    """Except for Pillow's rounding to bytes after each axis."""
     tasks = [
         imagenet.build(setup_of(small_problem(**options), images, seed=3))
         for options in (MEMORY, WORKERS)
     ]
-    assert tasks[0].steps_per_epoch == tasks[1].steps_per_epoch == 4  # 60 images by 16
+    assert tasks[0].steps_per_epoch == tasks[1].steps_per_epoch == 4  # 60 images in batches of 16
     for one, other in zip(*(task.batches(2) for task in tasks), strict=True):
         assert one.labels.tolist() == other.labels.tolist()
         assert one.images.shape == other.images.shape
@@ -66,18 +67,6 @@ def test_an_epoch_holds_each_image_once_and_no_batch_has_one():
     assert len(left_out) > 1  # another one each time
 
 
-class FirstValues(nn.Module):
-    """Scores images by their first values, and keeps the images."""
-
-    def __init__(self, classes):
-        super().__init__()
-        self.classes = classes
-
-    def forward(self, images):
-        self.images = images
-        return images[:, 0, 0, : self.classes]
-
-
 def test_images_are_normalised_as_the_paper_says():
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     images[1] = 255
@@ -98,7 +87,7 @@ def test_evaluation_by_hand(classes):
     images[:, 0, 0, :classes] = places / 10.0
     images[places, 0, 0, places] = 255
     labels = places.clone()
-    labels[0] = 1  # the last but one of the six others where there are seven, so not in the top 5
+    labels[0] = 1  # scores lowest in image 0, so of seven classes it is not in the top 5
     batches = [Batch(images[:2], labels[:2]), Batch(images[2:], labels[2:])]
     judged = imagenet.judged(FirstValues(classes), iter(batches), classes)
     assert judged["accuracy"] == pytest.approx(100 * (classes - 1) / classes)

@@ -64,7 +64,7 @@ def test_special_tokens_are_never_masked_and_the_rest_stays():
     blocks = masked(rows, 1000, generator(4))
     asked = torch.zeros(rows.shape, dtype=torch.long)
     asked.scatter_add_(1, blocks.places, (blocks.labels != UNASKED).long())
-    assert asked.max() == 1  # no place is asked for twice
+    assert asked.max() == 1  # no place is masked twice
     assert not asked[rows < SPECIAL].any()
     changed = blocks.inputs != rows
     assert not changed[asked == 0].any()

@@ -29,20 +29,20 @@ def write_files(folder, **files):
     return folder
 
 
-def write_parts(folder, valid="valid", **changed):
+def write_split(folder, valid="valid", **changed):
     files = {f"{part}_{side}": TWO[side] for part in ("train", valid, "test") for side in TWO}
     return write_files(folder, **{**files, **changed})
 
 
 def test_prepared_iwslt14(tmp_path):
-    write_parts(tmp_path / "iwslt14.tokenized.de-en")
+    write_split(tmp_path / "iwslt14.tokenized.de-en")
     found = corpus(tmp_path, ("iwslt14.tokenized.de-en", "iwslt14"))
     pairs = [Pair("Guten Tag .", "good day ."), Pair("Hallo !", "hello !")]
     assert found.parts == {"train": pairs, "valid": pairs, "test": pairs}
     assert not found.marked
     assert corpus(tmp_path / "iwslt14.tokenized.de-en", ("other",)) == found
     cut = {"train_de": "Gu@@ ten Tag .\nHallo !\n"}
-    assert corpus(write_parts(tmp_path / "cut", valid="val", **cut), ()).marked
+    assert corpus(write_split(tmp_path / "cut", valid="val", **cut), ()).marked
 
 
 def test_columns_follow_the_files_name(tmp_path):
@@ -57,11 +57,11 @@ def test_columns_follow_the_files_name(tmp_path):
             (folder / f"{name}{suffix}").write_text(other, newline="\r\n")
         found = corpus(folder, ())
         assert found.parts == {"train": pairs, "valid": pairs, "test": pairs}
-        assert not found.marked  # "@@" alone stands for a sentence that is not there
+        assert not found.marked  # "@@" alone marks a missing sentence
 
 
 def tatoeba(count=3000):
-    """Pairs with many sentences more than once, as Tatoeba has them."""
+    """Pairs with many repeated sentences, as in Tatoeba."""
     source = random.Random(0)
     return [Pair(f"Satz {source.randrange(4000)}.", f"Line {n * 4 // 5}.") for n in range(count)]
 
@@ -96,7 +96,7 @@ def test_a_chain_of_translations_is_one_group():
     chain = [Pair("a", "x"), Pair("b", "y"), Pair("b", "x"), Pair("c", "c"), Pair("y", "a")]
     groups = parallel._groups(chain)
     assert groups[0] == groups[1] == groups[2]
-    assert len(set(groups)) == 3  # the same letters in the other language are other sentences
+    assert len(set(groups)) == 3  # the same text in the other language is another sentence
 
 
 MALFORMED = {
@@ -127,7 +127,7 @@ MALFORMED = {
 def test_malformed_files_are_reported_in_one_line(case, tmp_path, capsys):
     change, message = MALFORMED[case]
     folder = tmp_path / "iwslt14"
-    change(write_parts(folder) if case != "nothing" else tmp_path)
+    change(write_split(folder) if case != "nothing" else tmp_path)
     with pytest.raises(StudyError, match=message) as raised:
         corpus(tmp_path, ("iwslt14",))
     words = "train iwslt14 --preset paper --device cpu"
@@ -160,10 +160,10 @@ def test_byte_pairs_come_back_and_repeat():
     for text in [*TEXTS, "Ganz neu: ¿qué? §12", ""]:
         (pieces,) = learnt.cut([text])
         assert learnt.join(pieces) == text
-    assert learnt.bpe.get_vocab_size() == 256 + 30  # a merge makes a type
+    assert learnt.bpe.get_vocab_size() == 256 + 30  # each merge adds one
     assert BytePairs(TEXTS * 3, 30).cut(TEXTS) == learnt.cut(TEXTS)
     first, later = learnt.cut(["Haus", "ein Haus"])
-    assert later[-len(first) :] == first  # a word is the same wherever it stands
+    assert later[-len(first) :] == first  # a word is encoded the same way anywhere
 
 
 def test_marked_subwords_come_back():

@@ -1,4 +1,4 @@
-"""Records survive what happens to files: torn lines, altered bytes, two writers."""
+"""Records survive torn lines, altered bytes and two writers."""
 
 import hashlib
 import json

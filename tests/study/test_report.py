@@ -41,6 +41,11 @@ def test_the_table_against_the_paper() -> None:
         (0.0123456, 0.00078, "", "0.01235 ± 0.00078"),
         (123.4, 25.0, "", "123 ± 25"),
         (5.0, 0.0, "", "5"),
+        (1e308, None, "%", "1e+308"),
+        (1.234567e9, 2.5e7, "", "1.235e+09 ± 2.5e+07"),
+        (0.0, float("inf"), "", "0 ± inf"),
+        (1.5e-12, 2.5e-13, "", "1.5e-12 ± 2.5e-13"),
+        (123456.0, 1234.0, "", "123456 ± 1234"),
     ],
 )
 def test_numbers(mean: float, error: float | None, unit: str, text: str) -> None:
@@ -73,7 +78,7 @@ def test_notes_say_how_settings_were_chosen_and_where_they_ran() -> None:
     several = [
         *CIFAR10_RECORDS,
         cifar10_record("adam", 0.1, 0, 90.0, "sqrt:1"),
-    ]  # the table names each then
+    ]  # then each row names its schedule
     (experiment,) = report.experiments(several)
     assert "3 epochs, batch 128, on cpu" in report.notes(experiment)[0]
     assert "SGD, flat" in [row[0] for row in report.table(experiment)]
@@ -210,7 +215,7 @@ def test_metrics_beside_the_main_one_are_in_the_table() -> None:
     assert report.table(experiment)[0][3:5] == [
         "test loss",
         "train loss",
-    ]  # as it was recorded once
+    ]  # older records name no other metrics
     (experiment,) = report.experiments([replace(plain, about={**about, "beside": ["bleu"]})])
     head, row = report.table(experiment)
     assert head[3:6] == ["test loss", "test bleu", "train loss"]
@@ -220,7 +225,7 @@ def test_metrics_beside_the_main_one_are_in_the_table() -> None:
 def test_the_plot_of_rates_shows_every_method() -> None:
     good, poor = [91.0, 92.0, 93.0, 10.0], [85.0, 80.0, 20.0]
     low, high = figures.visible([good, poor, []], higher_is_better=True)
-    # Of the seven the worst, 10, is left out; 20 is among the better three quarters.
+    # Of the seven values, 10 is the worst and left out; 20 is in the better three quarters.
     assert low == pytest.approx(20 - 0.08 * 73)
     assert high == pytest.approx(93 + 0.08 * 73)
     low, high = figures.visible([[1.0] * 8, [5.0, 6.0, 7.0]], higher_is_better=False)

@@ -13,7 +13,6 @@ from made_up_records import ABOUT, CIFAR10_RECORDS, MACHINE
 
 from cubegrad.study import StudyError, cli, commands, figures, report
 from cubegrad.study.records import Record, Runs, Settings, to_line
-from cubegrad.study.statistics import Estimate
 
 NASTY = "<script>alert(1)</script> & \"q\" $\\frac{$ | 'a'"
 
@@ -144,20 +143,6 @@ def test_a_number_too_large_to_draw_does_not_hide_the_others(tmp_path: Path) -> 
     report.write([*fine, wild], tmp_path / "report")
     extreme = [record_of(lr, 0, [1.0], [1.0]) for lr in (5e-324, 1e-3, 1e308)]
     report.write(extreme, tmp_path / "report")
-
-
-@pytest.mark.parametrize(
-    ("mean", "error", "unit", "text"),
-    [
-        (1e308, None, "%", "1e+308"),
-        (1.234567e9, 2.5e7, "", "1.235e+09 ± 2.5e+07"),
-        (0.0, float("inf"), "", "0 ± inf"),
-        (1.5e-12, 2.5e-13, "", "1.5e-12 ± 2.5e-13"),
-        (123456.0, 1234.0, "", "123456 ± 1234"),
-    ],
-)
-def test_numbers_far_from_one(mean: float, error: float | None, unit: str, text: str) -> None:
-    assert report.number(Estimate(mean, error, 3), unit) == text
 
 
 def test_seeds_with_other_metrics_are_reported_by_what_they_share(tmp_path: Path) -> None:

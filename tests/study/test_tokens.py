@@ -80,7 +80,7 @@ def test_packing_by_hand(sizes, starts):
 
 
 def test_a_sentence_longer_than_a_block_is_cut(tmp_path):
-    """Into blocks of 15 tokens, of which the last has room for the next sentence."""
+    """Into blocks of 15 tokens; the last one has room for the next sentence."""
     long = "".join(chr(ord("A") + (7 * i * i + i // 26) % 26) for i in range(40))
     write_texts(
         tmp_path, train=f"{long}\nB\n", valid="C c c c c c c c c c\n", test="D d d d d d d d d d\n"
@@ -96,7 +96,7 @@ def test_a_sentence_longer_than_a_block_is_cut(tmp_path):
 def test_training_the_vocabulary_repeats_itself_and_sees_no_test_text(texts, tmp_path):
     first = tokens.tokenized(texts, 400, 32)
     assert tokens.tokenized(texts, 400, 32).tokenizer == first.tokenizer
-    before, mark, rest = novels().partition("<|n19|>")  # which is for the test
+    before, mark, rest = novels().partition("<|n19|>")  # a document of the test set
     changed, mark_after, after = rest.partition("<|n20|>")
     changed = changed.replace("sees", "zqxzqx")
     write_texts(tmp_path / "other", all="".join([before, mark, changed, mark_after, after]))

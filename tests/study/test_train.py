@@ -58,7 +58,7 @@ def test_a_run_worked_out_by_hand() -> None:
     record = worked_out(0.5, "tenthing:2")
     xs = [0.5, 0.25, 0.25 * 0.95, 0.25 * 0.95**2]
     assert record.curve["x"] == pytest.approx(xs, rel=1e-12)
-    # The loss of a step is taken before it.
+    # A step's loss is computed before the step.
     assert record.curve["train_loss"] == pytest.approx([x**2 / 2 for x in [1.0, *xs[:3]]])
     assert record.settings.lr == 0.5
 

@@ -118,7 +118,7 @@ def finish_and_compare(folder: Path, unbroken: Path, before: dict[str, Any]) -> 
 def test_ctrl_c_keeps_the_finished_runs(workers: int, tmp_path: Path) -> None:
     process = start_sweep(tmp_path / "stopped", workers, sleep=0.1)
     wait_for_records(tmp_path / "stopped")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the workers too
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
@@ -136,7 +136,7 @@ def test_a_signal_to_end_keeps_the_finished_runs_and_leaks_nothing(
     number = getattr(signal, name)
     process = start_sweep(tmp_path / "stopped", workers, sleep=0.1)
     wait_for_records(tmp_path / "stopped")
-    process.send_signal(number)  # to the command alone, as `kill` does
+    process.send_signal(number)  # `kill` sends it to the command alone
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "stopped; the same command goes on where it was" in errors

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from small_runs import setup_of
 
 from cubegrad.study.problems import bookwiki
 
@@ -51,8 +52,9 @@ def small_problem(data, **options):
     return replace(problem, presets={"cpu": preset})
 
 
-def build(setup, **options):
-    """The task with these options changed, its weights a function of the seed."""
+def task_of(small, seed=0, hold_out=False, **options):
+    """The task of (problem, folder) with these options changed; its weights depend on the seed."""
+    setup = setup_of(*small, seed=seed, hold_out=hold_out)
     preset = replace(setup.preset, options={**setup.preset.options, **options})
-    torch.manual_seed(setup.seed)
+    torch.manual_seed(seed)
     return bookwiki.build(replace(setup, preset=preset))
