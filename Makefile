@@ -5,10 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo check test test-all lint clean
 
 demo: $(READY)
 	$(BIN)/cubegrad compare digits
+
+SLOW := compilation or exhaustive or plots or processes or ray or training
+
+# At most 8 cases of each test that has none of the markers of slow tests.
+check: lint
+	$(BIN)/pytest -n 2 --cases 8 -m "not ($(SLOW))"
 
 test: lint
 	$(BIN)/pytest -n 2

@@ -1,6 +1,9 @@
 import importlib.util
 import os
 import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,3 +18,39 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the tests run in parallel processes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="of each parametrized test run N cases: those whose names have the smallest CRC-32",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and getattr(callspec.params.get("backend"), "interpreted", False):
+            item.add_marker("compilation")
+    yield  # pytest deselects by marker
+    if limit := config.getoption("cases"):
+        kept = set(sample(items, limit))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def sample(items: list[pytest.Item], limit: int) -> list[pytest.Item]:
+    """A checksum picks cases from all over a grid, and the same ones in every run."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    picked = []
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        picked += cases[:limit]
+    return picked

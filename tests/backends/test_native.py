@@ -37,6 +37,7 @@ def roots(x, level):
     return result
 
 
+@pytest.mark.exhaustive
 @each_level
 def test_the_cube_root_is_within_an_ulp_at_every_exponent(level):
     """Three exponents whole, for the three thirds, and every 97th number of all the others."""
@@ -137,6 +138,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert stepped(prepared(threads)) == one
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["a forked child", "a data loader"])
 def test_a_step_works_in(where):
     """In a process of its own: JAX's threads, once there are any, do not like to be forked."""
@@ -184,6 +186,7 @@ def test_a_scaled_step_and_one_that_is_skipped():
         optimizers[0].step()
 
 
+@pytest.mark.processes
 def test_without_the_extension_the_foreach_backend_steps():
     """As where it could not be compiled; the plain look then serves the prepared steps."""
     code = """
@@ -221,6 +224,7 @@ FLAGS_C = "-std=c11 -O2 -g -pthread -Wall -Wextra -Werror -ffp-contract=off -fno
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
 
+@pytest.mark.compilation
 @needs_compiler
 def test_the_extension_compiles_without_a_warning(tmp_path):
     include = sysconfig.get_paths()["include"]
@@ -233,6 +237,7 @@ def test_the_extension_compiles_without_a_warning(tmp_path):
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.compilation
 @needs_compiler
 def test_the_kernels_pass_the_sanitizers(tmp_path):
     program = tmp_path / "check"

@@ -138,6 +138,7 @@ def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes
     assert all(map(cases.same_bits, tensors_of(with_sums), tensors_of(without)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [SIZES, (40_000,), (1_200_000, 3, 70_001)], ids=str)
 def test_the_same_sums_at_every_call_with_any_number_of_threads(threads, sizes):
     """Whoever takes a piece, and in whatever order."""

@@ -56,6 +56,7 @@ def params_of(backend, shapes, dtype=torch.float32):
     return [cases.parameter(cases.randn(s, dtype, i), backend.device) for i, s in enumerate(shapes)]
 
 
+@pytest.mark.compilation
 @each_method
 def test_many_blocks_and_tails_equal_the_oracle(method):
     shapes = [(3 * 1024,), (3 * 1024 + 1,), (7000,), (1,), (0,), (1024,)]
@@ -100,6 +101,7 @@ def test_float64_takes_any_gradient_and_float32_never_makes_a_nan(method, size):
     assert torch.isfinite(narrow).all()
 
 
+@pytest.mark.compilation
 @each_method
 def test_a_long_run_stays_within_a_ten_thousandth(method):
     steps = 1000 if DEVICE == "cuda" else 60

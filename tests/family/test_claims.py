@@ -187,6 +187,7 @@ def test_adam_ends_at_the_wrong_end_of_its_counter_example():
     assert min(end_on_the_interval(adam, 3.0, 1.0, 3, 1500, True)) > 0.97
 
 
+@pytest.mark.training
 def test_adam_and_madgrad_with_momentum_on_rare_large_gradients():
     """Reddi et al. for β = (0.9, 0.99): 1010 once in 101 steps, else -10.
 

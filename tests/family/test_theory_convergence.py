@@ -206,6 +206,7 @@ def test_random_problems_stay_under_every_bound(problem, seed, start_scale, lr_f
     check_every_step(problem, solution, lr_factor, 25, runs=64)
 
 
+@pytest.mark.training
 @convex.each_sparse
 def test_logistic_regression_on_sparse_rows(make):
     problem = make()

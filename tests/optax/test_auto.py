@@ -12,6 +12,8 @@ from jax_cases import descend, numbers, same_bits, scan, stepper  # noqa: E402
 
 from cubegrad.optax import estimated_lr, madgrad, xla  # noqa: E402
 
+pytestmark = pytest.mark.compilation
+
 STEPS = 50
 SIZES = {"a": (4, 3), "b": (8,)}
 WARM_UP = np.concatenate([[0.0, 0.0], np.linspace(0.1, 1.0, 10), np.full(38, 1.0)])

@@ -124,6 +124,7 @@ CONVERGE = [(v, p) for v in VARIANTS for p in (parabola, rosenbrock, trees)]
 CONVERGE.remove(("madgrad, no momentum", rosenbrock))
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize(("variant", "problem"), CONVERGE)
 def test_it_converges(variant, problem, dtype):

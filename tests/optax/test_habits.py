@@ -85,6 +85,7 @@ def test_inject_hyperparams_injects_every_number(factory, options):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compilation
 def test_injected_numbers_may_change_between_steps():
     tx = optax.inject_hyperparams(madgrad, static_args=("state_dtype", "mask"))(
         0.1, mask=lambda p: {n: n == "w" for n in p}, state_dtype=jnp.float32
@@ -132,6 +133,7 @@ def test_state_dtype_is_the_dtype_of_the_sums(method, state_dtype):
     assert bool(points) == (method.name == "mirror" or state_dtype == "bfloat16")
 
 
+@pytest.mark.compilation
 @each_method
 def test_vmap_over_seeds_and_learning_rates(method):
     def final(seed, lr):
@@ -147,6 +149,7 @@ def test_vmap_over_seeds_and_learning_rates(method):
         np.testing.assert_allclose(grid[i, j], alone(seeds[i], rates[j]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @each_method
 def test_derivatives_through_steps_are_those_of_finite_differences(method, momentum):

@@ -84,6 +84,7 @@ def by_pickle(state, _):
     return pickle.loads(pickle.dumps(state))
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("round_trip", [by_msgpack, by_pickle])
 @pytest.mark.parametrize(
     "tx", [madgrad(0.1), madgrad(0.1, momentum=0.0), mirror_madgrad(0.1), madgrad("auto")]
@@ -113,6 +114,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", IMPORTS)
 def test_neither_side_imports_the_other(name):
     code = f"import sys; {IMPORTS[name]}"

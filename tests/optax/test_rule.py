@@ -46,6 +46,7 @@ def gradients(rows):
 WALK = math.sqrt(STEPS) * 2.0**-23
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize(
     # In float32 the largest difference from PyTorch was 1.0e-6 and from the oracle 2.3e-6, over two
     # sets of inputs and XLA for SSE4.2, AVX2 and AVX-512.
@@ -102,6 +103,7 @@ def stored(state, name):
     return {buffer: jax_cases.numbers(value) for buffer, value in found.items()}
 
 
+@pytest.mark.compilation
 @each_option
 @jax_cases.each_method
 def test_each_step_is_within_a_few_ulp(method, options):

@@ -23,6 +23,7 @@ def sequence(*values):
     return lambda count: jnp.asarray(values)[count]
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize(
     "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]
 )
@@ -73,6 +74,7 @@ def test_without_momentum_lr_zero_or_no_gradient_moves_no_bit():
     assert same_bits(without_gradient, params)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @each_method
 def test_a_zero_denominator_keeps_the_coordinate_in_place(method, momentum):
@@ -133,6 +135,7 @@ def test_momentum_switched_off_and_on_follows_the_oracle(decay):
             np.testing.assert_allclose(params, judge.x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.compilation
 @each_method
 def test_each_group_counts_its_own_steps(method):
     """A group that starts late starts at k = 0, with its weights at that time as x_0."""
@@ -173,6 +176,7 @@ def test_the_starting_point_is_a_copy(method, compiled):
     assert point.unsafe_buffer_pointer() != params.unsafe_buffer_pointer()
 
 
+@pytest.mark.compilation
 @each_method
 def test_decoupled_decay_decays_as_adamw_does(method):
     start, zeros = randn((50,), "float32", 0), jnp.zeros(50)
@@ -182,6 +186,7 @@ def test_decoupled_decay_decays_as_adamw_does(method):
     assert jnp.linalg.norm(params) < 0.01 * jnp.linalg.norm(start)
 
 
+@pytest.mark.compilation
 @each_method
 def test_decoupled_lr_decays_the_same_at_any_lr(method):
     start, norms = randn((50,), "float32", 0), []
@@ -194,6 +199,7 @@ def test_decoupled_lr_decays_the_same_at_any_lr(method):
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+@pytest.mark.compilation
 @each_method
 def test_decayed_weights_do_not_come_back(method):
     """After a long decay, new gradients must not bring the old distance from x_0 back."""
@@ -208,6 +214,7 @@ def test_decayed_weights_do_not_come_back(method):
         assert abs(params[0]) < 0.2
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @each_method
 def test_half_precision_keeps_float32_state(method, dtype):

@@ -307,6 +307,7 @@ def test_a_scaler_leaves_the_estimate_alone_where_it_found_inf(scaled: bool) -> 
     assert case.optimizer.estimated_lr() == pytest.approx(plain.optimizer.estimated_lr(), rel=1e-5)
 
 
+@pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:Profiler record function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize("fullgraph", [False, True])

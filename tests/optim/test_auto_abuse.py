@@ -161,6 +161,7 @@ def test_a_huge_weight_without_a_gradient_says_nothing(backend):
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gradient_that_is_sometimes_none(compiled):
@@ -185,6 +186,7 @@ def test_a_gradient_that_is_sometimes_none(compiled):
         torch.testing.assert_close(param, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("rate", [0.1, "auto"])
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])

@@ -11,6 +11,8 @@ from torch import nn
 
 from cubegrad import MADGRAD, theory
 
+pytestmark = pytest.mark.training
+
 STEPS = 300
 START = torch.zeros(8, dtype=torch.float64)
 # Of what there is to gain, by the seed: how much nearer the best fixed step comes.

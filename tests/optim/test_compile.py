@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from cubegrad import MADGRAD, MirrorMADGRAD
 
 pytestmark = [
+    pytest.mark.compilation,
     pytest.mark.filterwarnings("ignore:Profiler record function"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

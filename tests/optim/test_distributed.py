@@ -7,6 +7,8 @@ import pytest
 import ranks
 from filelock import FileLock
 
+pytestmark = pytest.mark.processes
+
 MODULES = ("sharded_steps", "sharded_training", "sharded_checkpoints", "sharded_auto")
 CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULES, world)]
 

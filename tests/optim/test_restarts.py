@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 SECONDS = 120
 STEPS = 90

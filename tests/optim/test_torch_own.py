@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 SCRIPT = Path(__file__).parents[1] / "support" / "torch_own.py"
 # A checkout of the version of torch that is installed: its tests are in no wheel.

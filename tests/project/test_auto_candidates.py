@@ -1,4 +1,4 @@
-"""The rules that choose a rate by themselves: their table, and that they train and go on."""
+"""The candidate rules for choosing a learning rate: their table, that they train and resume."""
 
 import sys
 from dataclasses import replace
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def candidates(monkeypatch):
-    """The script, whose methods are gone from the study again after the test."""
+    """The script; the methods it adds to the study are removed after the test."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
     monkeypatch.delitem(sys.modules, "auto_candidates", raising=False)
@@ -63,7 +63,10 @@ def test_the_table_has_results_rates_and_gains_seed_for_seed(candidates):
     ]
 
 
-def test_two_epochs_of_digits_leave_rates_and_are_not_run_again(candidates, tmp_path, capsys):
+@pytest.mark.training
+def test_two_epochs_of_digits_record_their_rates_and_are_not_run_again(
+    candidates, tmp_path, capsys
+):
     words = ["--epochs", "2", "--seeds", "2", "--candidates", "distance", "--out", str(tmp_path)]
     candidates.main(words)
     first = capsys.readouterr().out
@@ -80,7 +83,7 @@ def test_two_epochs_of_digits_leave_rates_and_are_not_run_again(candidates, tmp_
 
 
 def descend(candidates, parts, breaks):
-    """Twenty steps on Σ i|x_i − b_i|; at a break the optimizer gives way to one of its state."""
+    """Twenty steps on Σ i|x_i − b_i|; at each break a new optimizer loads the state of the old."""
     params = [torch.nn.Parameter(part) for part in torch.linspace(-1, 1, 7).split(4)]
     goals, slopes = torch.linspace(3, -2, 7).split(4), torch.arange(1, 8).split(4)
 
@@ -101,7 +104,7 @@ def descend(candidates, parts, breaks):
     ]["d"]
 
 
-def test_every_candidate_moves_and_goes_on_from_its_state_dict(candidates):
+def test_every_candidate_moves_and_resumes_from_its_state_dict(candidates):
     ends = {}
     for name, parts in candidates.CANDIDATES.items():
         whole, d = descend(candidates, parts, ())
@@ -109,9 +112,9 @@ def test_every_candidate_moves_and_goes_on_from_its_state_dict(candidates):
         assert torch.equal(whole, parted), name
         assert torch.equal(d, again), name
         ends[name] = whole
-    both = ends.pop("both")  # one or the other, in a run so short
+    both = ends.pop("both")  # in so short a run it equals one of the two
     assert any(torch.equal(both, ends[name]) for name in ("distance", "walk"))
-    assert len({tuple(end.tolist()) for end in ends.values()}) == len(ends)  # no two are one
+    assert len({tuple(end.tolist()) for end in ends.values()}) == len(ends)  # all differ
 
 
 def test_the_distance_stays_below_the_true_one_on_a_convex_problem(candidates):

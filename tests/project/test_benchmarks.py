@@ -1,18 +1,23 @@
-"""The benchmark runs at toy sizes, and counts the bytes each method must move."""
+"""The benchmarks at toy sizes: they run, and count the bytes each method must move."""
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pretend_cuda import pretend_cuda
 
 from cubegrad.study import catalogue
+from cubegrad.study.data import cifar10 as data
 from cubegrad.study.grid import Grid
+from cubegrad.study.problems import cifar10
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,6 +42,7 @@ def measured(tmp_path_factory):
     return json.loads(report.read_text()), done.stdout
 
 
+@pytest.mark.processes
 def test_every_case_is_timed_against_its_floor(measured):
     report, table = measured
     rows = {(row["case"], row["optimizer"]): row for row in report["rows"] if row["median_ms"]}
@@ -73,6 +79,7 @@ def test_the_shapes_are_the_published_models(monkeypatch):
     assert count("gpt2-large") == [(436, 774_030_080)]
 
 
+@pytest.mark.processes
 def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
     figure = tmp_path / "family.png"
     script = [sys.executable, "-X", "utf8", "-W", "error", str(BENCHMARKS / "plot_family.py")]
@@ -111,6 +118,7 @@ def test_estimates_are_drawn_among_fixed_rates(tmp_path, monkeypatch):
     assert figure.stat().st_size > 5_000
 
 
+@pytest.mark.processes
 def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     pytest.importorskip("optax")
     path = tmp_path / "jax.json"
@@ -164,11 +172,11 @@ def paper_cost(monkeypatch):
         ),
     ],
 )
-def test_the_updates_whose_cost_is_told_are_updates(
+def test_the_updates_that_are_timed_are_updates(
     paper_cost, monkeypatch, name, batch, options, updates
 ):
-    """On a CPU, with tiny networks: each call is a step, its loss finite and not the last one."""
-    if name == "imagenet":  # the one that is captured
+    """On a CPU, with tiny networks: each call is a step, and changes the loss."""
+    if name == "imagenet":  # the only one that is captured in a graph
         pretend_cuda(monkeypatch, torch.nn.Module())
     update, count = paper_cost.UPDATES[name](tiny(name, batch, **options), torch.device("cpu"))
     losses = [float(update()) for _ in range(2)]
@@ -189,3 +197,43 @@ def test_the_grids_that_costs_count_have_three_rates(paper_cost):
         preset = catalogue.find(name).presets["paper"]
         for method in preset.methods:
             assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)
+
+
+@pytest.mark.training
+def test_the_share_of_time_that_cifar10_keeps_a_device_busy(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cifar10_busy
+
+    assert cifar10_busy.covered([(10, 30), (0, 5), (20, 25), (28, 40)]) == 35
+    monkeypatch.setattr(data, "cifar10", data.cifar10)  # restored after the benchmark replaced it
+    cifar10.parts.cache_clear()
+    report = tmp_path / "busy.json"
+    where = ["--preset", "cpu", "--device", "cpu", "--synthetic", "--json", str(report)]
+    cifar10_busy.main([*where, "--images", "48", "--epochs", "1", "--methods", "madgrad", "sgd"])
+    cifar10.parts.cache_clear()
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["madgrad", "sgd"]
+    for row in rows:
+        assert 0 < row["busy_percent"] <= 100
+        assert 0 <= row["accuracy"] <= 100
+        assert row["images_per_s"] == pytest.approx(48 / row["epoch_s"])
+    assert "| madgrad | no |" in capsys.readouterr().out
+
+
+def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
+    """The folders hold the same pixels, class by class."""
+    script = runpy.run_path(str(BENCHMARKS / "cifar10_as_folders.py"))
+    generator = np.random.default_rng(0)
+    pixels = torch.from_numpy(generator.integers(256, size=(40, 3, 32, 32), dtype=np.uint8))
+    labels = torch.arange(40) % 10
+    jobs = list(script["jobs"](data.Images(pixels, labels), tmp_path / "train", 3))
+    assert [script["write"](job) for job in jobs] == [3] * 10
+    paths = sorted((tmp_path / "train").rglob("*.png"))
+    assert len(paths) == 30
+    assert [path.parent.name for path in paths[::3]] == list(script["CLASSES"])
+    with Image.open(tmp_path / "train" / "frog" / "00002.png") as image:
+        assert np.array_equal(np.asarray(image), pixels[26].permute(1, 2, 0))
+    monkeypatch.setattr("sys.argv", ["x", "--data", str(tmp_path / "no"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        script["main"]()
+    assert "is not empty; give a new folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Each example runs as it stands, from any folder, and says what it found."""
+"""Each example runs unchanged, from any folder, and prints its results."""
 
 import re
 import struct
@@ -56,6 +56,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.script)
 def test_quick_run_prints_a_table_and_saves_the_plot(case: Example, tmp_path: Path) -> None:
     plot = tmp_path / "new folder" / "plot.png"
@@ -72,6 +73,7 @@ def test_quick_run_prints_a_table_and_saves_the_plot(case: Example, tmp_path: Pa
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("script", "options", "message"), REFUSALS)
 def test_bad_option_is_refused_with_the_remedy(
     script: str, options: tuple[str, ...], message: str, tmp_path: Path

@@ -1,9 +1,8 @@
 """A method that estimates its learning rate: its runs, and its place in a search.
 
-`growing` stands in where the numbers have to be known; the others run MADGRAD itself.
+`growing` replaces MADGRAD where the estimates have to be known in advance.
 """
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -15,20 +14,24 @@ import pytest
 import torch
 import toy_problem
 from growing import FIRST, Growing
+from killed import killed_and_resumed
+from small_runs import curve_text, settings_of
 
 from cubegrad.study import Preset, cli
 from cubegrad.study.grid import Grid
 from cubegrad.study.methods import METHODS, Entry, make
 from cubegrad.study.problems import digits
 from cubegrad.study.progress import Progress
-from cubegrad.study.records import Runs, Settings, from_line, to_line
+from cubegrad.study.records import Runs, from_line, to_line
 from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place, run
 from cubegrad.study.workers import Machine
 
 PLACE = Place(save_every=0.0)
-SETTINGS = Settings("toy", "cpu", 4, 16, "madgrad-auto", "tenthing:50%-75%", 1.0, 0.0, seed=3)
-STEPS = 4  # an epoch of the toy
+SETTINGS = settings_of(
+    toy_problem.problem(), method="madgrad-auto", schedule="tenthing:50%-75%", lr=1.0, seed=3
+)
+STEPS = 4  # in an epoch of the toy problem
 AUTO, MADGRAD = Entry("madgrad-auto", "flat"), Entry("madgrad", "flat")
 
 
@@ -91,19 +94,17 @@ def test_a_record_of_a_version_without_estimates_still_loads() -> None:
 
 
 @pytest.mark.parametrize("which", ["stand-in", "MADGRAD"])
-def test_a_killed_run_goes_on_with_its_estimate(
+def test_a_killed_run_continues_with_its_estimate(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if which == "stand-in":
         request.getfixturevalue("growing")
     whole = run(toy_problem.problem(), SETTINGS, PLACE)
-    ticks = iter([None, None])
-    checkpoint = tmp_path / "one.pt"
-    with pytest.raises(StopIteration):
-        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint, lambda: next(ticks))
-    resumed = run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
-    assert json.dumps(resumed.curve) == json.dumps(whole.curve)  # every bit of every number
-    assert len({*whole.curve["estimated_lr"]}) > 1, "or an estimate that was lost would not show"
+    resumed = killed_and_resumed(
+        toy_problem.problem(), SETTINGS, PLACE, tmp_path / "one.pt", after=3
+    )
+    assert curve_text(resumed) == curve_text(whole)
+    assert len({*whole.curve["estimated_lr"]}) > 1, "a lost estimate would not show"
 
 
 # The search.
@@ -122,8 +123,8 @@ GRID = (1e-3, 2.5e-3, 5e-3, 1e-2)
     ("changes", "madgrad", "auto"),
     [
         ({}, GRID, (1.0,)),
-        ({"grid": Grid((2.0, 5.0))}, (2e-3, 5e-3), (1.0,)),  # whatever the grid has
-        ({"lrs": (0.1, 0.2)}, (0.1, 0.2), (1.0,)),  # rates, as not all take factors
+        ({"grid": Grid((2.0, 5.0))}, (2e-3, 5e-3), (1.0,)),  # whatever the grid
+        ({"lrs": (0.1, 0.2)}, (0.1, 0.2), (1.0,)),  # taken as rates, as one method takes no factor
         ({"lrs": (0.5, 2.0), "entries": [AUTO, replace(AUTO, schedule="sqrt:4")]}, None, (0.5, 2)),
     ],
     ids=["own", "another grid", "rates", "factors"],
@@ -160,6 +161,7 @@ def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.plots
 def test_compare_needs_no_further_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,7 +172,9 @@ def test_compare_needs_no_further_options(
     assert re.search(r"^MADGRAD, lr auto +auto \(→ [\d.e-]+\) +0 ", out, re.MULTILINE)
     records = Runs(tmp_path / "runs" / "toy-cpu").load()[0].values()
     factors = [r.settings.lr for r in records if r.settings.method == "madgrad-auto"]
-    assert factors == [1.0] * 2  # seeds: nothing is searched, so the search's is one of them
+    assert (
+        factors == [1.0] * 2
+    )  # two seeds: nothing is searched, so the seed of the search is one of them
     assert (tmp_path / "runs" / "toy-cpu" / "report" / "toy-cpu-estimated-lr.png").exists()
 
 
@@ -184,8 +188,11 @@ def test_train_needs_no_learning_rate_and_takes_a_factor(
     assert "lr 0.5 × auto (→ " in printed(f"{words} --lr 0.5", capsys)
 
 
+@pytest.mark.training
 def test_digits_are_learnt_without_a_learning_rate() -> None:
-    settings = Settings("digits", "cpu", 6, 64, "madgrad-auto", "tenthing:60%-85%", 1.0, 0.0, 0)
+    settings = settings_of(
+        digits.problem(), method="madgrad-auto", epochs=6, schedule="tenthing:60%-85%", lr=1.0
+    )
     record = run(digits.problem(), settings, PLACE)
     accuracy, found = record.last("accuracy"), record.curve["estimated_lr"]
     assert accuracy is not None

@@ -1,4 +1,4 @@
-"""What the report says of a method that estimates its learning rate, from hand-made records."""
+"""The report of a method that estimates its learning rate, from made-up records."""
 
 import math
 from dataclasses import replace
@@ -6,42 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_records import cifar10_record
 
 from cubegrad.study import figures, report
 from cubegrad.study.methods import lr_text
-from cubegrad.study.records import Record, Settings
-
-ABOUT = {
-    "description": "a net", "metric": "accuracy", "higher_is_better": True, "unit": "%",
-    "paper": "CIFAR10",
-}  # fmt: skip
+from cubegrad.study.records import Record
 
 
-def record(
-    method: str, lr: float, seed: int, accuracy: float | None, schedule: str = "flat"
-) -> Record:
-    settings = Settings("p", "gpu", 3, 128, method, schedule, lr, 0.0, seed)
-    if accuracy is None:
-        return Record(settings, "diverged", {"train_loss": [None]}, 1.0, ABOUT, {"date": "d"})
-    curve: dict[str, list[float | None]] = {"train_loss": [2.0, 1.0, 0.5]}
-    if method == "madgrad-auto":
-        curve["estimated_lr"] = [1e-4, 2e-3, 0.01 + 0.002 * seed]
-    curve["accuracy"] = [accuracy - 9, accuracy - 1, accuracy]
-    return Record(settings, "finished", curve, 1.0, ABOUT, {"date": "d"})
+def estimating(lr: float, seed: int, accuracy: float, schedule: str = "flat") -> Record:
+    record = cifar10_record("madgrad-auto", lr, seed, accuracy, schedule)
+    estimates = [1e-4, 2e-3, 0.01 + 0.002 * seed]
+    return replace(record, curve={**record.curve, "estimated_lr": estimates})
 
 
-SWEPT = [record("madgrad", lr, 0, 90 - abs(lr - 0.025)) for lr in (0.01, 0.025, 0.05)]
-FOUND = [record("madgrad-auto", 1.0, seed, 90.0 + seed) for seed in (0, 1, 2)]
+SWEPT = [cifar10_record("madgrad", lr, 0, 90 - abs(lr - 0.025)) for lr in (0.01, 0.025, 0.05)]
+FOUND = [estimating(1.0, seed, 90.0 + seed) for seed in (0, 1, 2)]
 
 
 def test_the_table_has_the_estimate_for_a_learning_rate() -> None:
     (experiment,) = report.experiments([*SWEPT, *FOUND])
     _, madgrad, auto = report.table(experiment)
-    assert madgrad[:3] == ["MADGRAD", "0.025", "0"]
+    assert madgrad[:3] == ["MADGRAD", "0.025", "0.0001"]
     # Estimates 0.01, 0.012 and 0.014; nothing was chosen, so every seed counts.
-    assert auto[:4] == ["MADGRAD, lr auto", "auto (→ 0.012)", "0", "91.0 ± 1.2"]
-    assert auto[5:7] == ["3", "none"]
-    assert auto[7:] == ["–", "–", "–"]  # the paper has no such method
+    assert auto[:4] == ["MADGRAD, lr auto", "auto (→ 0.012)", "0.0001", "91.0 ± 1.2"]
+    assert auto[6:8] == ["3", "none"]
+    assert auto[8:] == ["–", "–", "–"]  # the paper has no such method
     assert "is estimated while training" in "\n".join(report.notes(experiment))
     (experiment,) = report.experiments(SWEPT)
     assert "estimated" not in "\n".join(report.notes(experiment))
@@ -60,29 +49,29 @@ def test_a_factor_is_in_the_learning_rate_that_is_shown() -> None:
 
 
 def test_a_seed_that_diverged_is_counted_where_nothing_was_chosen() -> None:
-    (experiment,) = report.experiments([*FOUND, record("madgrad-auto", 1.0, 3, None)])
+    (experiment,) = report.experiments([*FOUND, cifar10_record("madgrad-auto", 1.0, 3, None)])
     row = report.table(experiment)[1]
     assert row[1] == "auto (→ 0.012)"
-    assert row[5:7] == ["4, 1 diverged", "none"]
-    (experiment,) = report.experiments([record("madgrad-auto", 1.0, 0, None)])
+    assert row[6:8] == ["4, 1 diverged", "none"]
+    (experiment,) = report.experiments([cifar10_record("madgrad-auto", 1.0, 0, None)])
     assert report.table(experiment)[1][1:3] == ["–", "–"]
     assert figures.estimated(experiment.summaries) == []
 
 
 def test_the_plots_of_estimates(tmp_path: Path) -> None:
     report.write([*SWEPT, *FOUND], tmp_path / "report")
-    svg = (tmp_path / "report" / "p-gpu-estimated-lr.svg").read_text(encoding="utf-8")
+    svg = (tmp_path / "report" / "cifar10-gpu-estimated-lr.svg").read_text(encoding="utf-8")
     for words in ("estimated learning rate", "MADGRAD, lr auto", "MADGRAD, best lr 0.025"):
         assert f">{words}<" in svg
-    assert (tmp_path / "report" / "p-gpu-estimated-lr.png").stat().st_size > 10_000
+    assert (tmp_path / "report" / "cifar10-gpu-estimated-lr.png").stat().st_size > 10_000
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "![estimated learning rates](p-gpu-estimated-lr.png)" in text
+    assert "![estimated learning rates](cifar10-gpu-estimated-lr.png)" in text
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert "<h2>The estimated learning rate</h2>" in page
 
 
-def drawn(records: list[Record]) -> tuple[Any, Any]:
+def axes_of(records: list[Record]) -> tuple[Any, Any]:
     """The axes of the estimates, and those of the search."""
     (experiment,) = report.experiments(records)
     arguments = (experiment.summaries, experiment.judge, "%", "")
@@ -91,12 +80,12 @@ def drawn(records: list[Record]) -> tuple[Any, Any]:
 
 
 def test_what_is_drawn_of_an_estimate() -> None:
-    (found,), (search,) = drawn([*SWEPT, *FOUND])
+    (found,), (search,) = axes_of([*SWEPT, *FOUND])
     best, mean = found.lines
     assert (list(best.get_ydata()), best.get_linestyle()) == ([0.025, 0.025], "--")
     assert list(mean.get_ydata()) == pytest.approx([1e-4, 2e-3, 0.012])
     assert found.get_yscale() == "log"
-    # On the axis of learning rates a factor has no place: the result is a level.
+    # A factor has no place on an axis of learning rates: its result is a horizontal line.
     assert list(search.lines[1].get_ydata()) == [91.0, 91.0]
     assert search.get_xlabel() == "learning rate"
     low, high = search.get_ylim()
@@ -104,24 +93,24 @@ def test_what_is_drawn_of_an_estimate() -> None:
 
 
 def test_one_rate_that_was_tried_is_no_best_one() -> None:
-    (found,), _ = drawn([SWEPT[0], *FOUND])
+    (found,), _ = axes_of([SWEPT[0], *FOUND])
     assert len(found.lines) == 1
 
 
 def test_factors_alone_have_an_axis_of_their_own() -> None:
-    factors = [record("madgrad-auto", factor, 0, 90 - factor) for factor in (0.5, 1.0, 2.0)]
-    _, (search,) = drawn(factors)
+    factors = [estimating(factor, 0, 90 - factor) for factor in (0.5, 1.0, 2.0)]
+    _, (search,) = axes_of(factors)
     assert search.get_xlabel() == "factor of the estimated learning rate"
     assert list(search.lines[0].get_xdata()) == [0.5, 1.0, 2.0]
 
 
 def test_each_schedule_has_a_panel_if_something_is_estimated_under_it() -> None:
-    other = [record("madgrad", lr, 0, 90.0, "sqrt:4") for lr in (0.1, 0.25)]
-    panels, searches = drawn([*SWEPT, *FOUND, *other])
+    other = [cifar10_record("madgrad", lr, 0, 90.0, "sqrt:4") for lr in (0.1, 0.25)]
+    panels, searches = axes_of([*SWEPT, *FOUND, *other])
     assert (len(panels), len(searches)) == (1, 2)
     assert panels[0].get_title(loc="left") == "flat"
-    more = [record("madgrad-auto", 2.0, seed, 90.0, "sqrt:4") for seed in (0, 1)]
-    panels, _ = drawn([*SWEPT, *FOUND, *other, *more])
+    more = [estimating(2.0, seed, 90.0, "sqrt:4") for seed in (0, 1)]
+    panels, _ = axes_of([*SWEPT, *FOUND, *other, *more])
     assert [axes.get_title(loc="left") for axes in panels] == ["flat", "sqrt:4"]
     labels = [text.get_text() for text in panels[1].get_legend().get_texts()]
     assert labels == ["MADGRAD, best lr 0.1", "MADGRAD, lr auto, factor 2"]

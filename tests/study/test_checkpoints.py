@@ -1,8 +1,7 @@
-"""Checkpoints: damage is found before anything of it is used, and a foreign file is told of."""
+"""Checkpoints: a killed run continues from one exactly, and a damaged one is never used."""
 
 import datetime
 import errno
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,47 +9,91 @@ from pathlib import Path
 import pytest
 import torch
 import toy_problem
-from killed import KilledError
+from killed import kill_after
+from small_runs import curve_text, settings_of
 
 from cubegrad.study import StudyError, checkpoints
-from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.records import Runs
 from cubegrad.study.train import Place, run
 
-PLACE = Place(save_every=0.0)
-SETTINGS = Settings("toy", "cpu", 4, 16, "madgrad", "flat", 0.05, 1e-4, seed=3)
+PLACE = Place(save_every=0.0)  # a checkpoint after each epoch
+SETTINGS = settings_of(
+    toy_problem.problem(), schedule="tenthing:50%-75%", lr=0.05, decay=1e-4, seed=3
+)
 STATE = {name: {} for name in checkpoints.FIELDS} | {"model": {"w": torch.arange(64.0)}}
-
-
-def curve(record: Record) -> str:
-    return json.dumps(record.curve)
 
 
 @pytest.fixture(scope="module")
 def whole() -> str:
-    return curve(run(toy_problem.problem(), SETTINGS, PLACE))
+    return curve_text(run(toy_problem.problem(), SETTINGS, PLACE))
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Of a run that was killed after its second epoch."""
-    path, ticks = tmp_path / "one.pt", []
-
-    def tick() -> None:
-        ticks.append(1)
-        if len(ticks) == 2:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        run(toy_problem.problem(), SETTINGS, PLACE, path, tick)
+    path = tmp_path / "one.pt"
+    kill_after(2, toy_problem.problem(), SETTINGS, PLACE, path)
     return path
 
 
 def resumed(checkpoint: Path) -> str:
-    """The curve of a run that goes on from this file, or that it was refused."""
+    """The curve of a run that continues from this file, or "refused"."""
     try:
-        return curve(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint))
+        return curve_text(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint))
     except StudyError as error:
         return "refused" if "has no checksum" in str(error) else str(error)
+
+
+@pytest.mark.parametrize("method", ["madgrad", "mirror-madgrad", "sgd", "adam", "adagrad", "da"])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_killed_run_continues_with_the_same_numbers(
+    method: str, epochs: int, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, method=method)
+    whole = run(toy_problem.problem(), settings, PLACE)
+    checkpoint = tmp_path / "deep" / "one.pt"
+    kill_after(epochs, toy_problem.problem(), settings, PLACE, checkpoint)
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["one.pt"]
+    torch.rand(5)  # a resumed run must not depend on torch's random state
+    ticks: list[int] = []
+    resumed = run(toy_problem.problem(), settings, PLACE, checkpoint, lambda: ticks.append(1))
+    assert curve_text(resumed) == curve_text(whole)
+    assert len(ticks) == 4
+    assert len(whole.curve["loss"]) == 4
+    assert len({*whole.curve["loss"]}) > 1
+
+
+def test_a_resumed_run_trains_only_the_epochs_that_are_left(checkpoint: Path, whole: str) -> None:
+    def build(setup):
+        task = toy_problem.build(setup)
+
+        def batches(epoch: int):
+            assert epoch >= 2, "epochs 0 and 1 are in the checkpoint"
+            return task.batches(epoch)
+
+        return replace(task, batches=batches)
+
+    problem = replace(toy_problem.problem(), build=build)
+    assert curve_text(run(problem, SETTINGS, PLACE, checkpoint)) == whole
+
+
+def test_a_file_that_is_no_checkpoint_at_all_is_ignored(checkpoint: Path, whole: str) -> None:
+    checkpoint.write_bytes(b"torn")
+    assert resumed(checkpoint) == whole
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(checkpoint: Path) -> None:
+    other = replace(SETTINGS, lr=0.1)
+    found = run(toy_problem.problem(), other, PLACE, checkpoint)
+    assert curve_text(found) == curve_text(run(toy_problem.problem(), other, PLACE))
+
+
+def test_a_checkpoint_of_another_model_is_reported(checkpoint: Path) -> None:
+    def build(setup):
+        return replace(toy_problem.build(setup), model=torch.nn.Linear(4, 1))
+
+    with pytest.raises(StudyError, match=r"another model of this name; delete it, or use"):
+        run(replace(toy_problem.problem(), build=build), SETTINGS, PLACE, checkpoint)
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -59,8 +102,9 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.exhaustive
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Also in the zip's headers and padding, which no checksum of its members covers."""
+    """Also in the zip's headers and padding, which its own checksums do not cover."""
     path = tmp_path / "one.pt"
     checkpoints.save(path, STATE)
     data = path.read_bytes()
@@ -74,7 +118,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             assert checkpoints.load(path) is None
         except StudyError:
             refused += 1
-    assert 0 < refused <= 8 * checkpoints.FOOTER_SIZE  # all else is whole, and says so
+    assert 0 < refused <= 8 * checkpoints.FOOTER_SIZE  # flips in the checksum itself
 
 
 def test_a_damaged_checkpoint_never_gives_another_curve(checkpoint: Path, whole: str) -> None:
@@ -93,13 +137,12 @@ def test_a_checkpoint_that_was_cut_short_never_gives_another_curve(
 ) -> None:
     data = checkpoint.read_bytes()
     checkpoint.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else int(kept)])
-    assert resumed(checkpoint) == (
-        "refused" if kept in (-1, -40) else whole
-    )  # all but its checksum
+    only_the_checksum = kept in (-1, -40)
+    assert resumed(checkpoint) == ("refused" if only_the_checksum else whole)
 
 
 @pytest.mark.parametrize("other", [[1, 2], {"state_dict": {}}, torch.ones(3), None])
-def test_a_foreign_file_is_told_of_and_left_alone(
+def test_a_foreign_file_is_reported_and_left_alone(
     other: object, checkpoint: Path, whole: str
 ) -> None:
     torch.save(other, checkpoint)
@@ -108,23 +151,23 @@ def test_a_foreign_file_is_told_of_and_left_alone(
         run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
     assert checkpoint.read_bytes() == data
     checkpoint.unlink()
-    assert curve(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)) == whole
+    assert curve_text(run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)) == whole
 
 
-def test_a_checkpoint_of_a_version_without_checksums_is_told_of(checkpoint: Path) -> None:
+def test_a_checkpoint_of_a_version_without_checksums_is_reported(checkpoint: Path) -> None:
     torch.save(torch.load(checkpoint, weights_only=True), checkpoint)
     with pytest.raises(StudyError, match=r"has no checksum, as an older cubegrad wrote it; delete"):
         run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
 
 
-def test_what_cannot_be_read_back_is_named(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_read_back_is_named(tmp_path: Path) -> None:
     path = tmp_path / "one.pt"
     checkpoints.save(path, STATE | {"keeps": {"clock": datetime.timedelta(1)}})
     with pytest.raises(StudyError, match=r"has datetime\.timedelta in it; delete it, and let"):
         checkpoints.load(path)
 
 
-def test_another_optimizers_state_is_told_of(checkpoint: Path) -> None:
+def test_another_optimizers_state_is_reported(checkpoint: Path) -> None:
     state = torch.load(checkpoint, weights_only=True)
     state["optimizer"] = {"state": {}, "param_groups": []}
     checkpoints.save(checkpoint, state)
@@ -132,7 +175,7 @@ def test_another_optimizers_state_is_told_of(checkpoint: Path) -> None:
         run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
 
 
-def test_something_to_keep_that_is_not_in_the_checkpoint_is_told_of(checkpoint: Path) -> None:
+def test_state_of_a_task_that_is_not_in_the_checkpoint_is_reported(checkpoint: Path) -> None:
     def build(setup):
         return replace(toy_problem.build(setup), keeps={"scaler": torch.amp.GradScaler("cpu")})
 
@@ -169,11 +212,11 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert path.read_bytes() == data
 
 
-def test_a_damaged_checkpoint_is_told_of_before_its_run(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_before_its_run(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     path = runs.checkpoint(SETTINGS)
     checkpoints.save(path, STATE)
     assert runs.repair() == []
     path.write_bytes(flipped(path.read_bytes(), 5000))
-    (told,) = runs.repair()
-    assert told == f"{path} is damaged (its checksum does not match): its run starts again"
+    (message,) = runs.repair()
+    assert message == f"{path} is damaged (its checksum does not match): its run starts again"

@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from killed import killed_and_resumed
-from small_cifar import CPU, channels_last, settings_of, setup_of, small_problem
-from torch import nn
+from small_cifar import FirstValues, channels_last
+from small_runs import CPU, settings_of, setup_of
 
 from cubegrad.study import Setup, StudyError, methods, schedules
 from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.problems import cifar10
 from cubegrad.study.train import Place, run
-
-
-@pytest.fixture
-def small(monkeypatch):
-    yield from small_problem(monkeypatch)
 
 
 def test_an_epoch_holds_each_image_once_cropped_and_perhaps_mirrored():
@@ -48,7 +43,7 @@ def test_an_epoch_holds_each_image_once_cropped_and_perhaps_mirrored():
     assert {mirrored for _, _, mirrored in seen} == {False, True}
 
 
-def test_the_chunks_of_an_epoch_do_not_show(monkeypatch):
+def test_the_size_of_the_chunks_makes_no_difference(monkeypatch):
     train = channels_last(40)
     whole = list(cifar10.augmented(train, 8, torch.Generator().manual_seed(3)))
     monkeypatch.setattr(cifar10, "CROPPED_AT_ONCE", 19)  # two batches
@@ -59,9 +54,9 @@ def test_the_chunks_of_an_epoch_do_not_show(monkeypatch):
         assert torch.equal(one.labels, other.labels)
 
 
-def test_batches_are_a_function_of_seed_and_epoch(small):
+def test_batches_are_a_function_of_seed_and_epoch(small_cifar10):
     def images(seed, epoch):
-        task = cifar10.build(setup_of(small, seed=seed))
+        task = cifar10.build(setup_of(small_cifar10, seed=seed))
         return torch.cat([batch.images for batch in task.batches(epoch)])
 
     torch.manual_seed(1)
@@ -75,7 +70,7 @@ def test_batches_are_a_function_of_seed_and_epoch(small):
 def test_a_shift_or_mirror_is_as_likely_as_any_other():
     count = 8100
     images = torch.zeros(count, 32, 32, 3, dtype=torch.uint8)
-    images[:, 10, 6] = 255  # one dot: where it lands tells shift and mirror
+    images[:, 10, 6] = 255  # one dot, whose place shows the shift and the mirroring
     train = Images(images, torch.zeros(count, dtype=torch.long))
     (batch,) = cifar10.augmented(train, count, torch.Generator().manual_seed(0))
     rows, columns = batch.images[..., 0].nonzero()[:, 1:].unbind(1)
@@ -89,18 +84,10 @@ def test_a_shift_or_mirror_is_as_likely_as_any_other():
         assert (counts - expected).abs().max() < 5 * expected**0.5
 
 
-class Seen(nn.Module):
-    """Scores that are the image's first ten values, and a look at what came in."""
-
-    def forward(self, images):
-        self.images, self.trained_at_the_time = images, self.training
-        return images[:, 0, 0, :10]
-
-
 def test_images_are_centred_at_a_half():
     images = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
     images[1, 5, 6, 2] = 255
-    model = Seen()
+    model = FirstValues()
     cifar10.scores(model, images)
     assert model.images.shape == (2, 3, 32, 32)
     assert model.images.is_contiguous(memory_format=torch.channels_last)
@@ -113,16 +100,16 @@ def test_evaluation_by_hand(monkeypatch):
     images = torch.zeros(7, 32, 32, 3, dtype=torch.uint8)
     images[torch.arange(7), 0, torch.arange(7), 0] = 255  # image i scores 1 more for class i
     labels = torch.tensor([0, 1, 2, 3, 9, 9, 9])
-    model = Seen().train()
+    model = FirstValues().train()
     judged = cifar10.metrics(model, Images(images, labels))
     assert model.training
-    assert not model.trained_at_the_time
+    assert not model.was_training
     rest = torch.tensor(9 + torch.e).log()
     assert judged["accuracy"] == pytest.approx(400 / 7)
     assert judged["loss"] == pytest.approx((4 * (rest - 1) + 3 * rest).item() / 7, rel=1e-6)
 
 
-def test_a_part_is_held_out(small):
+def test_a_part_is_held_out(small_cifar10):
     whole = cifar10.parts(Path("x"), False, False, (70, 25), CPU)
     assert {part: len(images.labels) for part, images in whole.items()} == {"train": 70, "test": 25}
     held = cifar10.parts(Path("x"), False, True, (70, 25), CPU)
@@ -131,7 +118,7 @@ def test_a_part_is_held_out(small):
     together = torch.cat([held["train"].images, held["valid"].images])
     assert torch.equal(together, whole["train"].images)
     assert torch.equal(held["test"].images, whole["test"].images)
-    task = cifar10.build(setup_of(small, hold_out=True))
+    task = cifar10.build(setup_of(small_cifar10, hold_out=True))
     assert task.steps_per_epoch == 4 == len(list(task.batches(0)))
     assert task.evaluate(task.model, "valid") != task.evaluate(task.model, "test")
 
@@ -167,25 +154,27 @@ def test_the_presets_are_the_papers_or_its_fractions():
     assert json.loads(json.dumps(dict(gpu.options)))["stages"] == [2, 2, 2, 2]
 
 
-def test_missing_data_is_told_before_any_run(tmp_path):
+def test_missing_data_is_reported_before_any_run(tmp_path):
     problem = cifar10.problem()
     with pytest.raises(StudyError, match="CIFAR-10 is not in"):
         problem.check_data(Setup(problem.presets["gpu"], 0, CPU, tmp_path))
 
 
-def test_a_run_learns_and_repeats_itself(small):
-    settings = settings_of(small, epochs=6)
-    record = run(small, settings, Place())
+@pytest.mark.training
+def test_a_run_learns_and_repeats_itself(small_cifar10):
+    settings = settings_of(small_cifar10, epochs=6)
+    record = run(small_cifar10, settings, Place())
     assert record.status == "finished"
     assert record.curve["train_loss"][-1] < 0.9 * record.curve["train_loss"][0]
     assert set(record.curve) == {"train_loss", "loss", "accuracy"}
     assert len(record.curve["accuracy"]) == 6
-    assert run(small, settings, Place()).curve == record.curve
-    assert run(small, replace(settings, seed=1), Place()).curve != record.curve
+    assert run(small_cifar10, settings, Place()).curve == record.curve
+    assert run(small_cifar10, replace(settings, seed=1), Place()).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, after):
-    settings, place = settings_of(small), Place(save_every=0)
-    resumed = killed_and_resumed(small, settings, place, tmp_path / "x.pt", after)
-    assert resumed.curve == run(small, settings, place).curve
+def test_a_killed_run_ends_with_the_same_numbers(small_cifar10, tmp_path, after):
+    settings, place = settings_of(small_cifar10), Place(save_every=0)
+    resumed = killed_and_resumed(small_cifar10, settings, place, tmp_path / "x.pt", after)
+    assert resumed.curve == run(small_cifar10, settings, place).curve

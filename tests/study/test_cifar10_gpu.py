@@ -1,39 +1,27 @@
-"""CIFAR-10's step on a GPU: captured and compiled. A CPU can pretend to capture; where there is a
-GPU, the same steps run on it.
-"""
+"""CIFAR-10's step as a CUDA graph, imitated where there is no GPU, and compiled."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from pretend_cuda import pretend_cuda
-from small_cifar import CPU, made_up, settings_of, setup_of, small_problem
+from small_cifar import made_up_images
+from small_runs import CPU, needs_gpu, settings_of, setup_of
 from torch._dynamo.testing import CompileCounter
 
 import cubegrad
-from cubegrad.study.data import cifar10 as data
 from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.models.preact import PreActResNet
 from cubegrad.study.problems import cifar10
 from cubegrad.study.train import Place, run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-
-@pytest.fixture
-def small(monkeypatch):
-    yield from small_problem(monkeypatch)
-
-
-def two_tasks(small, device, loss=cifar10.mean_loss):
+def two_tasks(small_cifar10, device, loss=cifar10.mean_loss):
     """The same model twice, and a captured step for the first."""
     tasks = []
     for _ in range(2):
         torch.manual_seed(0)
-        tasks.append(cifar10.build(setup_of(small, device=device)))
+        tasks.append(cifar10.build(setup_of(small_cifar10, device=device)))
     return *tasks, GraphedStep(tasks[0].model, loss, 16, cifar10.mean_loss)
 
 
@@ -51,21 +39,21 @@ def two_epochs(graphed, plain, step):
     return losses
 
 
-def test_a_graphed_step_is_a_step(small, monkeypatch):
-    """Running means after the warm-up, gradients after the odd last batch, losses kept apart."""
+def test_a_graphed_step_is_a_step(small_cifar10, monkeypatch):
+    """Also its running means, the smaller last batch, and losses that are kept."""
     sizes = set()
 
     def loss(model, images, labels):
         sizes.add(len(labels))
         return cifar10.mean_loss(model, images, labels)
 
-    graphed, plain, step = two_tasks(small, CPU, loss)
+    graphed, plain, step = two_tasks(small_cifar10, CPU, loss)
     graphs = pretend_cuda(monkeypatch, graphed.model)
     benchmark = torch.backends.cudnn.benchmark
     losses = two_epochs(graphed, plain, step)
     assert torch.backends.cudnn.benchmark == benchmark
     assert sorted(step.captured) == [6, 16]
-    assert sizes == {16}  # what would be compiled
+    assert sizes == {16}  # only this size would be compiled
     assert len(graphs) == 2  # one for each size, in two epochs
     assert len(losses) == 10
     for value, expected in losses:
@@ -75,9 +63,9 @@ def test_a_graphed_step_is_a_step(small, monkeypatch):
     assert graphed.model.state_dict()["blocks.0.norms.0.num_batches_tracked"] == 10
 
 
-@GPU
-def test_a_graphed_step_is_a_step_on_a_gpu(small):
-    graphed, plain, step = two_tasks(small, torch.device("cuda"))
+@needs_gpu
+def test_a_graphed_step_is_a_step_on_a_gpu(small_cifar10):
+    graphed, plain, step = two_tasks(small_cifar10, torch.device("cuda"))
     assert isinstance(graphed.step, GraphedStep)
     for loss, expected in two_epochs(graphed, plain, step):
         torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)  # bfloat16
@@ -87,24 +75,25 @@ def test_a_graphed_step_is_a_step_on_a_gpu(small):
         torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=5e-2, atol=5e-2)
 
 
-@GPU
+@needs_gpu
 @pytest.mark.filterwarnings("default")  # the compiler's own
-def test_compiled_runs_learn_on_a_gpu(small):
-    preset = small.presets["cpu"]
+def test_compiled_runs_learn_on_a_gpu(small_cifar10):
+    preset = small_cifar10.presets["cpu"]
     preset = replace(preset, options={**preset.options, "compile": True})
-    problem = replace(small, presets={"cpu": preset})
+    problem = replace(small_cifar10, presets={"cpu": preset})
     for seed in range(2):
         settings = settings_of(problem, epochs=6, device="cuda", seed=seed)
         losses = run(problem, settings, Place()).curve["train_loss"]
         assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
 def test_models_of_one_shape_are_compiled_once():
     torch._dynamo.reset()
     counter = CompileCounter()
     loss = torch.compile(cifar10.mean_loss, backend=counter, dynamic=False, fullgraph=True)
-    images, labels = made_up(8)
+    images, labels = made_up_images(8)
     images = images.permute(0, 2, 3, 1).contiguous()
     for seed in range(3):
         torch.manual_seed(seed)
@@ -112,23 +101,3 @@ def test_models_of_one_shape_are_compiled_once():
         expected = cifar10.mean_loss(model, images, labels)
         assert loss(model, images, labels).item() == pytest.approx(expected.item())
     assert counter.frame_count == 1
-
-
-def test_the_benchmark_at_toy_size(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cifar10_busy
-
-    assert cifar10_busy.covered([(10, 30), (0, 5), (20, 25), (28, 40)]) == 35
-    monkeypatch.setattr(data, "cifar10", data.cifar10)  # put back after the benchmark's own
-    cifar10.parts.cache_clear()
-    report = tmp_path / "busy.json"
-    where = ["--preset", "cpu", "--device", "cpu", "--synthetic", "--json", str(report)]
-    cifar10_busy.main([*where, "--images", "48", "--epochs", "1", "--methods", "madgrad", "sgd"])
-    cifar10.parts.cache_clear()
-    rows = json.loads(report.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["madgrad", "sgd"]
-    for row in rows:
-        assert 0 < row["busy_percent"] <= 100
-        assert 0 <= row["accuracy"] <= 100
-        assert row["images_per_s"] == pytest.approx(48 / row["epoch_s"])
-    assert "| madgrad | no |" in capsys.readouterr().out

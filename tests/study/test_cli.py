@@ -1,46 +1,26 @@
-"""The command: what it prints, what it refuses, and the README's problem as it stands."""
+"""The command: what it prints, what it refuses, and the problem of the README."""
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import toy_problem
-from test_report import RECORDS
+from command_line import refused
+from made_up_records import CIFAR10_RECORDS
 
-from cubegrad.study import Preset, StudyError, catalogue, cli
+from cubegrad.study import catalogue, cli
 from cubegrad.study.records import Runs, to_line
+
+pytestmark = pytest.mark.usefixtures("_in_an_empty_folder")
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def command(words: str) -> int:
     return cli.main(words.split())
-
-
-def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a bad command ends with."""
-    try:
-        status: object = command(words)
-    except SystemExit as ended:
-        status = ended.code
-    out, errors = capsys.readouterr()
-    assert status == 2
-    assert out == ""
-    assert errors.count("\n") == 1
-    assert errors.startswith("cubegrad")
-    return errors
 
 
 @pytest.mark.parametrize(
@@ -103,12 +83,12 @@ def test_bad_input_ends_with_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("option", ["--preset gpu", "--device cuda"])
-def test_a_missing_gpu_is_told_of(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(f"train digits --lr 1 {option}", capsys)
     assert "needs a GPU and torch sees none; use --preset cpu" in line
 
 
-def test_an_out_that_is_a_file_is_told_of(
+def test_an_out_that_is_a_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -116,14 +96,14 @@ def test_an_out_that_is_a_file_is_told_of(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_directory_without_a_finished_run_is_told_of(
+def test_a_directory_without_a_finished_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "records.jsonl").touch()
     assert "has no finished run yet; run the sweep" in refused(f"report {tmp_path}", capsys)
 
 
-def test_a_missing_extra_is_told_of(
+def test_a_missing_extra_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("cubegrad.study.")]:
@@ -162,11 +142,12 @@ def test_train_prints_its_result_and_does_not_train_twice(
     assert len(Runs(tmp_path / "runs" / "toy-cpu").load()[0]) == 1
 
 
-def test_a_diverged_run_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("train toy_problem:problem --method sgd --lr 1e30") == 0
     assert "seed 0: diverged after 1 epochs" in capsys.readouterr().out
 
 
+@pytest.mark.plots
 def test_compare_reruns_a_broken_line_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +169,8 @@ def test_compare_reruns_a_broken_line_and_reports(
     assert "Page: out/report/index.html" in whole
 
 
-def test_the_readmes_problem_runs_as_it_stands(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
     assert code.count("\n") <= 25
@@ -213,109 +195,11 @@ def test_the_readmes_problem_runs_as_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "mine-cpu" / "report" / "index.html").stat().st_size > 10_000
 
 
-@pytest.fixture
-def _own_modules() -> Iterator[None]:
-    """What a command imports by a path is gone afterwards."""
-    path, modules = list(sys.path), set(sys.modules)
-    yield
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if name.endswith("_of_a_path"):
-            del sys.modules[name]
-
-
-@pytest.mark.usefixtures("_own_modules")
-@pytest.mark.parametrize(
-    "name", ["./net_of_a_path.py", "deep/net_of_a_path.py", "{here}/a/net_of_a_path.py"]
-)
-def test_a_problem_by_the_path_of_its_file(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In worker processes too, with what lies beside the file, and again for what is missing."""
-    file = Path(name.format(here=tmp_path))
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("from beside_of_a_path import problem\n")
-    file.with_name("beside_of_a_path.py").write_text(
-        "from dataclasses import replace\nimport toy_problem\n"
-        "def problem():\n    return replace(toy_problem.problem(), name='by path')\n"
-    )
-    words = ["sweep", f"{file}:problem", "--lr", "0.01,0.1", "--widen", "0", "--workers", "2"]
-    assert cli.main(words) == 0
-    runs = Runs(tmp_path / "runs" / "by path-cpu")
-    whole = {key: record.curve for key, record in runs.load()[0].items()}
-    assert len(whole) == 4
-    lines = runs.path.read_text().splitlines(keepends=True)
-    runs.path.write_text("".join(lines[:2]))
-    assert cli.main(words) == 0
-    assert {key: record.curve for key, record in runs.load()[0].items()} == whole
-    assert capsys.readouterr().out.count("MADGRAD") == 2
-
-
-@pytest.mark.usefixtures("_own_modules")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("statistics.py", "statistics.py has the name of a module that Python finds first"),
-        ("my.net.py", "my.net.py has a dot in its name; use your_module:your_function or file.py"),
-    ],
-)
-def test_a_file_that_cannot_be_imported_by_its_name_is_told_of(
-    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import statistics  # noqa: F401
-
-    (tmp_path / name).write_text("from toy_problem import problem\n")
-    assert message in refused(f"train {name}:problem --lr 1", capsys)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"name": "/tmp/evil"}, "the name '/tmp/evil' of a problem must be 1 to 100 characters"),
-        ({"name": "../evil"}, "the name '../evil' of a problem"),
-        ({"name": "a/b"}, "the name 'a/b' of a problem"),
-        ({"name": ""}, "the name '' of a problem"),
-        ({"name": "x" * 101}, "of a problem must be"),
-        ({"name": 3}, "the name 3 of a problem"),
-        ({"presets": {"../cpu": Preset(1, 8)}}, "the name '../cpu' of a preset"),
-        ({"metric": "a\nb"}, "problem 'toy' has the metric or unit 'a\\\\nb'; use plain text"),
-        ({"unit": "\x1b"}, "has the metric or unit"),
-        ({"beside": (3,)}, "has the metric or unit 3; use plain text"),
-        ({"paper": None}, "has the metric or unit None; use plain text"),
-        ({"description": None}, "has description=None and higher_is_better=False; use a str and"),
-        ({"higher_is_better": 1}, "and higher_is_better=1; use a str and a bool"),
-    ],
-)
-def test_a_problem_that_a_record_cannot_name_cannot_be_made(
-    changes: dict[str, Any], what: str
-) -> None:
-    with pytest.raises(StudyError, match=what):
-        replace(toy_problem.problem(), **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"epochs": 0}, "epochs=0 of a Preset must be an int >= 1; use 1"),
-        ({"batch": 8.0}, r"batch=8\.0 of a Preset must be an int"),
-        ({"seeds": -1}, "seeds=-1 of a Preset must be an int"),
-        ({"threads": "2"}, "threads='2' of a Preset must be an int"),
-        ({"decays": ()}, r"decays=\(\) and lrs={} of a Preset must be finite floats >= 0, and"),
-        ({"decays": (-1.0,)}, "of a Preset must be finite floats >= 0"),
-        ({"decays": (float("nan"),)}, "of a Preset must be finite floats >= 0"),
-        ({"lrs": {"sgd": (0.1, float("inf"))}}, "of a Preset must be finite floats >= 0"),
-        ({"lrs": {"sgd": ("0.1", 1.0)}}, "of a Preset must be finite floats >= 0"),
-    ],
-)
-def test_a_preset_that_no_run_can_have_cannot_be_made(changes: dict[str, Any], what: str) -> None:
-    with pytest.raises(StudyError, match=what):
-        replace(Preset(1, 8), **changes)
-
-
+@pytest.mark.processes
 def test_a_terminal_without_plus_minus_gets_the_table(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
-    (runs / "records.jsonl").write_text("".join(map(to_line, RECORDS)))
+    (runs / "records.jsonl").write_text("".join(map(to_line, CIFAR10_RECORDS)))
     script = "import sys; from cubegrad.study.cli import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", script, "report", str(runs)],
@@ -326,8 +210,3 @@ def test_a_terminal_without_plus_minus_gets_the_table(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert b"91.0 ? 2.0" in done.stdout
-
-
-@pytest.mark.parametrize("name", ["résumé", "my net (v2)", "net1.5", "a-b_c+d=e", "網"])
-def test_a_name_that_a_file_may_have_is_fine(name: str) -> None:
-    assert replace(toy_problem.problem(), name=name).name == name

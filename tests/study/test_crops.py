@@ -1,4 +1,4 @@
-"""Boxes by hand and by their distribution; resampling against Pillow's."""
+"""Random crops, by hand and by their distribution; resampling as Pillow does it."""
 
 import math
 
@@ -14,7 +14,7 @@ BILINEAR = Image.Resampling.BILINEAR
 
 
 def draw(areas=(), ratios=(), left=0.0, top=0.0, mirror=0.9):
-    """A row of uniform numbers; tries that are not given would take the whole area at ratio 1."""
+    """A row of uniform numbers; tries that are not given take the whole area at ratio 1."""
     row = np.zeros((1, crops.DRAWS))
     row[0, :10] = [*areas, *[1.0] * (10 - len(areas))]
     row[0, 10:20] = [*ratios, *[0.5] * (10 - len(ratios))]
@@ -49,7 +49,7 @@ def test_the_first_try_within_the_image_counts():
     [
         ((1000, 10), [493, 0, 13, 10]),  # 10 * 4/3 wide, in the middle
         ((10, 1000), [0, 493, 10, 13]),
-        ((100, 80), [0, 0, 100, 80]),  # a ratio that is allowed: all of it
+        ((100, 80), [0, 0, 100, 80]),  # an allowed ratio: the whole image
     ],
 )
 def test_where_no_try_fits_the_middle_is_taken(size, expected):
@@ -68,7 +68,7 @@ def test_areas_ratios_and_places_are_spread_as_they_should_be():
     share = width * height / 200_000
     assert 0.079 < share.min() < 0.085
     assert share.max() > 0.95
-    # Up to 0.6 of the area any ratio fits, so that no try is refused: uniform there.
+    # Up to 0.6 of the area any ratio fits, so no try is rejected and areas are uniform.
     low = share[share < 0.6]
     assert abs(low.mean() - 0.34) < 5 * 0.15 / math.sqrt(len(low))
     ratios = np.log((width / height)[share < 0.6])
@@ -95,7 +95,7 @@ def test_sizes_of_the_test_crop_by_hand():
     assert crops.resized(sizes[:2], 256).tolist() == [[341, 256], [256, 341]]  # 341.3
     assert crops.resized(sizes[2:], 73).tolist() == [[73, 73]]
     middles = crops.middles(np.array([(341, 256), (256, 256)]), 224)
-    assert middles.tolist() == [[58, 16], [16, 16]]  # 58.5 goes to the even
+    assert middles.tolist() == [[58, 16], [16, 16]]  # 58.5 is rounded to even
     boxes = crops.middle_boxes(np.array([[512, 512], [512, 1024]]), 256, 224)
     assert boxes.tolist() == [[32, 32, 448, 448], [32, 288, 448, 448]]
 
@@ -129,7 +129,9 @@ def test_the_middle_is_resampled_as_pillow_does(size):
     left, top = round((width - 32) / 2), round((height - 32) / 2)
     expected = image.resize((width, height), BILINEAR).crop((left, top, left + 32, top + 32))
     boxes = torch.from_numpy(crops.middle_boxes(np.array([size]), 37, 32)).float()
-    stored = torch.zeros(1, 3, 110, 120, dtype=torch.uint8)  # what lies around is never read
+    stored = torch.zeros(
+        1, 3, 110, 120, dtype=torch.uint8
+    )  # pixels outside the image are never read
     stored[:] = 255
     stored[:, :, : size[1], : size[0]] = as_tensor(image)
     bounds, mirrored = rows(0, 0, *size), torch.tensor([False])

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from killed import alive
+from linux_processes import is_running, needs_proc
 from PIL import Image
-from small_images import CPU, lay, photo
+from small_images import photo, write_images
+from small_runs import CPU
 
 from cubegrad.study import StudyError
 from cubegrad.study.data import decoding
@@ -65,7 +65,7 @@ def test_alpha_is_dropped(tmp_path):
 
 
 def test_cmyk(tmp_path):
-    """Cyan takes the red out, black everything."""
+    """Cyan has no red, black no colour at all."""
     Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(tmp_path / "cyan.jpg")
     Image.new("CMYK", (8, 8), (0, 0, 0, 255)).save(tmp_path / "black.jpg")
     assert np.abs(pixels(tmp_path / "cyan.jpg").astype(int) - [0, 255, 255]).max() <= 2
@@ -109,10 +109,10 @@ def test_a_missing_file_and_a_missing_library(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    return read_tree(lay(tmp_path_factory.mktemp("images"), train=8, val=4))
+    return read_tree(write_images(tmp_path_factory.mktemp("images"), train=8, val=4))
 
 
-def plan():
+def requests():
     """Two epochs of three batches, and the test set between them."""
     order = np.random.default_rng(0).permutation(24).tolist()
     batches = [order[:10], order[10:20], order[20:]]
@@ -120,13 +120,14 @@ def plan():
     return [*train[:3], Request("test", list(range(12))), *train[3:]]
 
 
-def test_as_many_workers_as_there_may_be_give_the_same_batches(tree):
+@pytest.mark.processes
+def test_any_number_of_workers_gives_the_same_batches(tree):
     crops = Crops(tree.parts, seed=4, side=16, short=18)
-    alone = list(Workers(crops, 0).answers(plan()))
+    alone = list(Workers(crops, 0).answers(requests()))
     several = Workers(crops, TWO)
-    shared = list(several.answers(plan()))
+    shared = list(several.answers(requests()))
     assert len(alone) == len(shared) == 7
-    for one, other, wanted in zip(alone, shared, plan(), strict=True):
+    for one, other, wanted in zip(alone, shared, requests(), strict=True):
         assert torch.equal(one.images, other.images)
         assert (
             one.labels.tolist()
@@ -137,11 +138,11 @@ def test_as_many_workers_as_there_may_be_give_the_same_batches(tree):
         assert one.images.dtype == torch.uint8
         assert one.images.is_contiguous(memory_format=torch.channels_last)
     assert not torch.equal(alone[0].images, alone[4].images)
-    # The same processes answer again, though a question was left in the middle.
-    begun = several.answers(plan())
-    next(begun)
-    del begun
-    (again,) = several.answers(plan()[5:6])
+    # The same processes answer again after an iteration that was abandoned.
+    abandoned = several.answers(requests())
+    next(abandoned)
+    del abandoned
+    (again,) = several.answers(requests()[5:6])
     assert torch.equal(again.images, alone[5].images)
 
 
@@ -153,9 +154,10 @@ def test_the_test_crop_is_the_resized_middle(tree):
     assert np.array_equal(batch.images[0].permute(1, 2, 0), np.asarray(middle))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_workers_complaint_arrives_as_one_line(tmp_path, workers):
-    tree = read_tree(lay(tmp_path, train=4, val=2))
+def test_an_error_of_a_worker_is_one_line(tmp_path, workers):
+    tree = read_tree(write_images(tmp_path, train=4, val=2))
     damaged = tree.parts["train"].path(6)
     damaged.write_bytes(damaged.read_bytes()[:700])
     for dataset in (Crops(tree.parts, 0, 16, 18), Whole(tree.parts, 64)):
@@ -167,7 +169,8 @@ def test_a_workers_complaint_arrives_as_one_line(tmp_path, workers):
         assert "\n" not in str(error.value)
 
 
-def test_a_killed_worker_is_told_of(tree):
+@pytest.mark.processes
+def test_a_killed_worker_is_reported(tree):
     workers = Workers(Crops(tree.parts, 0, 16, 18), 1)
     list(workers.answers([Request("train", [0], 0)]))
     (process,) = workers.loader._iterator._workers
@@ -191,7 +194,8 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
+@pytest.mark.processes
+@needs_proc
 def test_workers_do_not_outlive_a_killed_run(tree):
     root = str(tree.parts["train"].folder.parent)
     command = [sys.executable, "-c", ENDLESS, root]
@@ -199,12 +203,12 @@ def test_workers_do_not_outlive_a_killed_run(tree):
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         pid = int(process.stdout.readline())
-        assert alive(pid)
+        assert is_running(pid)
         process.kill()
     end = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < end:
+    while is_running(pid) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not alive(pid)
+    assert not is_running(pid)
 
 
 def test_all_images_in_memory(tree, monkeypatch):

@@ -1,22 +1,17 @@
-"""The embedded problem: its split, its net, and that it learns."""
-
-from pathlib import Path
+"""The problem whose data comes with scikit-learn: its split, its net, and that it learns."""
 
 import torch
+from small_runs import settings_of, setup_of
 
-from cubegrad.study.problem import Setup
 from cubegrad.study.problems.digits import parts, problem
-from cubegrad.study.records import Settings
 from cubegrad.study.train import Place, run
-
-CPU = problem().presets["cpu"]
 
 
 def rows(images: torch.Tensor) -> set[bytes]:
     return {image.numpy().tobytes() for image in images}
 
 
-def test_parts_are_disjoint_and_hold_every_class_alike() -> None:
+def test_parts_are_disjoint_and_have_the_same_shares_of_each_class() -> None:
     whole, held = parts(hold_out=False), parts(hold_out=True)
     sizes = {name: len(labels) for name, (_, labels) in held.items()}
     assert {name: len(labels) for name, (_, labels) in whole.items()} == {
@@ -35,15 +30,15 @@ def test_parts_are_disjoint_and_hold_every_class_alike() -> None:
         assert shares.max() < 0.11
 
 
-def test_the_net_has_the_size_that_is_told() -> None:
-    task = problem().build(Setup(CPU, 0, torch.device("cpu"), Path()))
+def test_the_net_has_the_documented_size() -> None:
+    task = problem().build(setup_of(problem()))
     assert sum(param.numel() for param in task.model.parameters()) == 6090
-    assert "6,090 parameters" in CPU.size
+    assert "6,090 parameters" in problem().presets["cpu"].size
     assert task.steps_per_epoch == len(list(task.batches(0))) == 20
 
 
-def test_an_epoch_is_a_shuffle_that_can_be_asked_for_again() -> None:
-    task = problem().build(Setup(CPU, 3, torch.device("cpu"), Path()))
+def test_an_epoch_is_a_shuffle_that_repeats_itself() -> None:
+    task = problem().build(setup_of(problem(), seed=3))
     first, again, next_one = (
         torch.cat([labels for _, labels in task.batches(epoch)]) for epoch in (0, 0, 1)
     )
@@ -53,8 +48,7 @@ def test_an_epoch_is_a_shuffle_that_can_be_asked_for_again() -> None:
 
 
 def test_it_learns() -> None:
-    settings = Settings("digits", "cpu", 4, 64, "madgrad", "flat", 0.01, 0.0, 0)
-    record = run(problem(), settings, Place())
+    record = run(problem(), settings_of(problem(), epochs=4), Place())
     accuracies = record.curve["accuracy"]
     assert len(accuracies) == 4
     assert accuracies[-1] is not None

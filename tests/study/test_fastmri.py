@@ -7,43 +7,23 @@ import pytest
 import torch
 from killed import killed_and_resumed
 from pretend_cuda import pretend_cuda
-from small_mri import SMALL, lay_slices, lay_volumes, small_problem
+from small_mri import SMALL, small_problem, write_slices, write_volumes
+from small_runs import CPU, needs_gpu, settings_of, setup_of
 from torch import nn
 
 import cubegrad
-from cubegrad.study import Setup, StudyError, methods, schedules
+from cubegrad.study import StudyError, methods, schedules
 from cubegrad.study.models.kspace import Slices, root_sum_of_squares, to_images
 from cubegrad.study.models.varnet import VarNet
 from cubegrad.study.problems import fastmri
-from cubegrad.study.records import Settings
 from cubegrad.study.train import Place, run
-
-CPU = torch.device("cpu")
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _no_old_data():
-    yield
-    fastmri.scans.cache_clear()
-    fastmri.simulated.cache_clear()
 
 
 @pytest.fixture(params=["slices", "volumes"])
 def small(request, tmp_path):
-    """The problem on small data of either kind, and where that lies."""
-    (lay_slices if request.param == "slices" else lay_volumes)(tmp_path)
+    """The problem on small data of either kind, and its folder."""
+    (write_slices if request.param == "slices" else write_volumes)(tmp_path)
     return small_problem(request.param), tmp_path
-
-
-def setup_of(small, seed=0, hold_out=False):
-    problem, data = small
-    return Setup(problem.presets["cpu"], seed, CPU, data, hold_out)
-
-
-def settings_of(**other):
-    setting = {"method": "madgrad", "lr": 0.01, "decay": 0.0, "seed": 0, "schedule": "flat"}
-    return Settings("fastmri", "cpu", **{"epochs": 3, "batch": 3, **setting, **other})
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
@@ -75,10 +55,10 @@ def test_the_slope_of_similarity_is_right():
 
 
 class ZeroFilled(nn.Module):
-    """The lines that were measured, and a look at what came in."""
+    """The image of the measured lines alone; keeps its inputs."""
 
     def forward(self, measurement, lines, low):
-        self.seen = measurement, lines, low
+        self.inputs = measurement, lines, low
         return root_sum_of_squares(to_images(measurement))
 
 
@@ -86,10 +66,10 @@ def test_the_model_sees_a_quarter_of_the_lines_and_is_judged_on_the_crop():
     kspace = torch.randn(1, 2, 20, 24, dtype=torch.complex64)
     whole = root_sum_of_squares(to_images(kspace))
     model = ZeroFilled()
-    # A target wider than the image, as of a few volumes: both are cut to what they share.
+    # Some volumes have targets wider than the image: both are cropped to the common part.
     target = torch.nn.functional.pad(whole[:, 5:15], (3, 3))
     fastmri.similarity(model, Slices(kspace, target, torch.ones(1)), 4)
-    measurement, lines, low = model.seen
+    measurement, lines, low = model.inputs
     # Frequencies -12 … 11: -11, -7, -3, 1, 5, 9, and the centre's -2 … 1.
     assert lines.nonzero()[:, 0].tolist() == [1, 5, 9, 10, 11, 12, 13, 17, 21]
     assert low == 4
@@ -101,7 +81,7 @@ def test_the_model_sees_a_quarter_of_the_lines_and_is_judged_on_the_crop():
 
 def test_batches_are_a_function_of_seed_and_epoch(small):
     def kspace(seed, epoch):
-        task = fastmri.build(setup_of(small, seed=seed))
+        task = fastmri.build(setup_of(*small, seed=seed))
         slices = [one for batch in task.batches(epoch) for one in batch]
         return torch.cat([one.kspace.flatten() for one in slices])
 
@@ -114,10 +94,10 @@ def test_batches_are_a_function_of_seed_and_epoch(small):
 
 
 def test_an_epoch_holds_each_slice_once(small):
-    task = fastmri.build(setup_of(small))
+    task = fastmri.build(setup_of(*small))
     batches = list(task.batches(0))
     counts = [sum(len(one.peak) for one in batch) for batch in batches]
-    # Twenty slices of five subjects, one is to test with; or five of three volumes.
+    # Twenty slices of five subjects (a sixth is for testing), or five of three volumes.
     assert counts in ([3] * 6 + [2], [3, 2])
     assert len(batches) == task.steps_per_epoch
     brightness = [one.target.sum((1, 2)) for batch in batches for one in batch]
@@ -125,25 +105,25 @@ def test_an_epoch_holds_each_slice_once(small):
 
 
 def test_a_part_is_held_out(small):
-    whole = fastmri.sources(setup_of(small))
-    held = fastmri.sources(setup_of(small, hold_out=True))
+    whole = fastmri.sources(setup_of(*small))
+    held = fastmri.sources(setup_of(*small, hold_out=True))
     assert len(held["train"]) + len(held["valid"]) == len(whole["train"])
     assert len(held["valid"]) in (4, 2)  # the third subject's, or the first volume's
-    task = fastmri.build(setup_of(small, hold_out=True))
+    task = fastmri.build(setup_of(*small, hold_out=True))
     assert task.evaluate(task.model, "valid") != task.evaluate(task.model, "test")
 
 
 def test_one_volume_cannot_be_split(tmp_path):
-    lay_volumes(tmp_path)
+    write_volumes(tmp_path)
     for name in ("file1.h5", "file2.h5"):
         (tmp_path / "multicoil_train" / name).unlink()
     with pytest.raises(StudyError, match="holds one volume, and --select valid needs two"):
-        fastmri.sources(setup_of((small_problem("volumes"), tmp_path), hold_out=True))
+        fastmri.sources(setup_of(small_problem("volumes"), tmp_path, hold_out=True))
 
 
 def test_a_step_is_of_the_mean_over_slices_of_any_shape(small):
-    """SGD's step of 1 is the gradient of the mean loss, computed all at once."""
-    task = fastmri.build(setup_of(small))
+    """A step of SGD with lr 1 is the gradient of the mean loss over all slices."""
+    task = fastmri.build(setup_of(*small))
     for batch in list(task.batches(0))[-2:]:
         expected = task.loss(task.model, batch)
         grads = torch.autograd.grad(expected, list(task.model.parameters()))
@@ -156,9 +136,9 @@ def test_a_step_is_of_the_mean_over_slices_of_any_shape(small):
 
 
 def test_evaluation_is_the_mean_over_slices(small):
-    task = fastmri.build(setup_of(small))
+    task = fastmri.build(setup_of(*small))
     found = task.evaluate(ZeroFilled(), "test")
-    source = fastmri.sources(setup_of(small))["test"]
+    source = fastmri.sources(setup_of(*small))["test"]
     each = [
         fastmri.similarity(ZeroFilled(), slices, 4).item()
         for (slices,) in source.batches([[index] for index in range(len(source))])
@@ -187,12 +167,13 @@ def test_the_presets_are_the_papers_or_its_fractions():
         assert factor(preset.epochs * steps - 1) == 0.1
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(small):
     problem, data = small
-    settings = settings_of(epochs=12)
+    settings = settings_of(problem, epochs=12)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
-    # 0.16 to 0.80 of it over six seeds of either kind; 5 epochs left 0.92 with one of them.
+    # 0.16 to 0.80 with six seeds of either kind; after 5 epochs one of them was at 0.92.
     assert record.curve["train_loss"][-1] < 0.9 * record.curve["train_loss"][0]
     assert record.curve["ssim"][-1] > record.curve["ssim"][0]
     assert set(record.curve) == {"train_loss", "loss", "ssim"}
@@ -200,10 +181,11 @@ def test_a_run_learns_and_repeats_itself(small):
     assert run(problem, replace(settings, seed=1), Place(data)).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, method):
     problem, data = small
-    settings, place = settings_of(method=method, epochs=2), Place(data, save_every=0)
+    settings, place = settings_of(problem, method=method, epochs=2), Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt")
     fastmri.scans.cache_clear()
     fastmri.simulated.cache_clear()
@@ -211,16 +193,16 @@ def test_a_killed_run_ends_with_the_same_numbers(small, tmp_path, method):
 
 
 def test_a_file_that_breaks_during_a_run_is_named(tmp_path):
-    lay_volumes(tmp_path)
+    write_volumes(tmp_path)
     problem = small_problem("volumes")
-    task = fastmri.build(setup_of((problem, tmp_path)))
+    task = fastmri.build(setup_of(problem, tmp_path))
     path = tmp_path / "multicoil_train" / "file1.h5"
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(StudyError, match=r"file1\.h5 cannot be read"):
         list(task.batches(0))
 
 
-def trained(step, task, epochs=2):
+def losses_and_weights(step, task, epochs=2):
     optimizer = cubegrad.MADGRAD(step.model.parameters(), lr=1e-3)
     losses = [
         step(optimizer, batch).item() for epoch in range(epochs) for batch in task.batches(epoch)
@@ -229,19 +211,19 @@ def trained(step, task, epochs=2):
 
 
 def graphed_and_plain(tmp_path, device, monkeypatch=None):
-    lay_slices(tmp_path)
+    write_slices(tmp_path)
     problem = small_problem()
-    task = fastmri.build(Setup(problem.presets["cpu"], 0, device, tmp_path))
+    task = fastmri.build(setup_of(problem, tmp_path, device=device))
     torch.manual_seed(0)
     models = [VarNet(*SMALL["network"]).to(device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     steps = [fastmri.Step(models[0], 4, graphed=3), fastmri.Step(models[1], 4)]
     captures = pretend_cuda(monkeypatch, models[0]) if monkeypatch else None
-    return [trained(step, task) for step in steps], captures
+    return [losses_and_weights(step, task) for step in steps], captures
 
 
 def test_a_graphed_step_is_a_plain_one(tmp_path, monkeypatch):
-    """The last batch of an epoch is smaller, and takes the plain way between two replays."""
+    """The last batch of an epoch is smaller, so it is a plain step between two replays."""
     ((losses, params), (expected, others)), captures = graphed_and_plain(tmp_path, CPU, monkeypatch)
     assert len(captures) == 1
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -249,22 +231,22 @@ def test_a_graphed_step_is_a_plain_one(tmp_path, monkeypatch):
         torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-6)
 
 
-@GPU
+@needs_gpu
 def test_a_graphed_step_is_a_plain_one_on_a_gpu(tmp_path):
     ((losses, params), (expected, others)), _ = graphed_and_plain(tmp_path, torch.device("cuda"))
-    # The two may run other kernels, in TF32.
+    # The two may use different kernels, in TF32.
     assert losses == pytest.approx(expected, rel=5e-3)
     for param, other in zip(params, others, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-2, atol=5e-3)
 
 
-@GPU
+@needs_gpu
 def test_a_run_on_a_gpu_learns(tmp_path):
-    lay_slices(tmp_path)
+    write_slices(tmp_path)
     problem = small_problem()
     preset = problem.presets["cpu"]
     preset = replace(preset, options={**preset.options, "mixed": True, "graph": True})
     problem = replace(problem, presets={"cpu": preset})
-    record = run(problem, settings_of(epochs=5, device="cuda"), Place(tmp_path))
+    record = run(problem, settings_of(problem, epochs=5, device="cuda"), Place(tmp_path))
     assert record.status == "finished"
     assert record.curve["train_loss"][-1] < 0.9 * record.curve["train_loss"][0]

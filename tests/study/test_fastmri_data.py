@@ -1,4 +1,4 @@
-"""The readers of fastMRI's volumes and of MR slices, and what makes k-space of the latter."""
+"""Reading fastMRI's volumes and MR slices, and simulating the k-space of slices."""
 
 import sys
 from pathlib import Path
@@ -6,31 +6,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_mri import discs, lay_slices, lay_volumes, rss, volume
+from command_line import refused
+from small_mri import discs, rss, write_slices, write_volume, write_volumes
+from small_runs import CPU
 
-from cubegrad.study import cli
 from cubegrad.study.data import fastmri as scans
 from cubegrad.study.data import mr_slices
 from cubegrad.study.models.kspace import to_kspace
 
-CPU = torch.device("cpu")
 REAL = Path(__file__).parents[3] / "shared" / "data" / "mr_slices.npz"  # beside some checkouts
 
 
-def refused(data, preset, capsys):
-    """The one line that the command says, having run nothing."""
+def train_refused(data, preset, capsys):
+    """The line of error that training ends with, before its first run."""
     words = f"train fastmri --preset {preset} --device cpu --data {data} --out {data / 'runs'}"
-    assert cli.main(words.split()) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1
+    line = refused(words, capsys)
     assert not (data / "runs").exists()
-    return errors
+    return line
 
 
 def test_volumes_are_read_as_written(tmp_path):
-    kspace, target = volume(tmp_path / "multicoil_train" / "b.h5", slices=3)
-    volume(tmp_path / "multicoil_train" / "a.h5", slices=2, max=0.25)
+    kspace, target = write_volume(tmp_path / "multicoil_train" / "b.h5", slices=3)
+    write_volume(tmp_path / "multicoil_train" / "a.h5", slices=2, max=0.25)
     first, second = scans.volumes(tmp_path, "train")
     assert (first.path.name, first.slices, first.peak) == ("a.h5", 2, 0.25)
     assert (second.path.name, second.slices) == ("b.h5", 3)
@@ -43,13 +40,13 @@ def test_volumes_are_read_as_written(tmp_path):
 
 
 def test_a_volume_without_its_maximum_has_that_of_its_targets(tmp_path):
-    _, target = volume(tmp_path / "multicoil_val" / "a.h5", max=None)
+    _, target = write_volume(tmp_path / "multicoil_val" / "a.h5", max=None)
     (only,) = scans.volumes(tmp_path, "test")
     assert only.peak == pytest.approx(target.max())
 
 
 def test_scans_come_in_the_order_asked_for(tmp_path):
-    lay_volumes(tmp_path)
+    write_volumes(tmp_path)
     source = scans.Scans(scans.volumes(tmp_path, "train"), CPU)
     assert len(source) == 5
     batches = list(source.batches([[4, 0], [2], [3, 1]]))
@@ -64,21 +61,23 @@ def test_scans_come_in_the_order_asked_for(tmp_path):
 
 
 def test_a_missing_folder_and_an_empty_one_are_named(tmp_path, capsys):
-    line = refused(tmp_path, "paper", capsys)
+    line = train_refused(tmp_path, "paper", capsys)
     assert f"{tmp_path / 'multicoil_train'} is missing: unpack fastMRI's" in line
     assert "https://fastmri.med.nyu.edu" in line
-    lay_volumes(tmp_path)
+    write_volumes(tmp_path)
     (tmp_path / "multicoil_val" / "file4.h5").unlink()
-    assert f"{tmp_path / 'multicoil_val'} holds no .h5 files" in refused(tmp_path, "paper", capsys)
+    assert f"{tmp_path / 'multicoil_val'} holds no .h5 files" in train_refused(
+        tmp_path, "paper", capsys
+    )
 
 
-def test_a_volume_cut_off_is_told_of(tmp_path, capsys):
-    lay_volumes(tmp_path)
+def test_a_volume_cut_off_is_reported(tmp_path, capsys):
+    write_volumes(tmp_path)
     path = tmp_path / "multicoil_train" / "file2.h5"
     whole = path.read_bytes()
     for kept in (whole[: len(whole) // 2], whole[:100], b"", b"<html>not found</html>"):
         path.write_bytes(kept)
-        line = refused(tmp_path, "paper", capsys)
+        line = train_refused(tmp_path, "paper", capsys)
         assert f"{path} cannot be read (" in line
         assert "fetch it again" in line
 
@@ -98,33 +97,33 @@ def test_a_volume_cut_off_is_told_of(tmp_path, capsys):
         ({"max": "bright"}, "has the maximum bright, not a number > 0"),
     ],
 )
-def test_a_malformed_volume_is_told_of(tmp_path, capsys, other, message):
-    lay_volumes(tmp_path)
-    volume(tmp_path / "multicoil_val" / "wrong.h5", **other)
-    line = refused(tmp_path, "paper", capsys)
+def test_a_malformed_volume_is_reported(tmp_path, capsys, other, message):
+    write_volumes(tmp_path)
+    write_volume(tmp_path / "multicoil_val" / "wrong.h5", **other)
+    line = train_refused(tmp_path, "paper", capsys)
     assert str(tmp_path / "multicoil_val" / "wrong.h5") in line
     assert message in line
 
 
 def test_without_h5py_its_extra_is_named(tmp_path, capsys, monkeypatch):
-    lay_volumes(tmp_path)
+    write_volumes(tmp_path)
     monkeypatch.setitem(sys.modules, "h5py", None)
-    line = refused(tmp_path, "paper", capsys)
+    line = train_refused(tmp_path, "paper", capsys)
     assert "h5py is missing; pip install 'cubegrad[problems]'" in line
 
 
 def test_slices_need_no_h5py(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
-    lay_slices(tmp_path)
+    write_slices(tmp_path)
     stored = mr_slices.load(tmp_path)
     assert np.array_equal(stored.slices, discs(24, 32))
     assert stored.volumes[:3] == ["head0/ax0", "head0/ax0", "head0/ax1"]
 
 
-def test_missing_slices_are_told_of(tmp_path, capsys):
-    assert "slices.npy is missing: put slices.npy (uint8" in refused(tmp_path, "cpu", capsys)
-    (lay_slices(tmp_path) / "volumes.txt").unlink()
-    assert "volumes.txt is missing: put" in refused(tmp_path, "gpu", capsys)
+def test_missing_slices_are_reported(tmp_path, capsys):
+    assert "slices.npy is missing: put slices.npy (uint8" in train_refused(tmp_path, "cpu", capsys)
+    (write_slices(tmp_path) / "volumes.txt").unlink()
+    assert "volumes.txt is missing: put" in train_refused(tmp_path, "gpu", capsys)
 
 
 @pytest.mark.parametrize(
@@ -142,22 +141,22 @@ def test_missing_slices_are_told_of(tmp_path, capsys):
         (np.array([{"a": 1}]), ["a/1"], "cannot be read (Array can't be memory-mapped"),
     ],
 )
-def test_malformed_slices_are_told_of(tmp_path, capsys, slices, lines, message):
-    lay_slices(tmp_path, slices, lines)
-    assert message in refused(tmp_path, "cpu", capsys)
+def test_malformed_slices_are_reported(tmp_path, capsys, slices, lines, message):
+    write_slices(tmp_path, slices, lines)
+    assert message in train_refused(tmp_path, "cpu", capsys)
 
 
-def test_slices_cut_off_are_told_of(tmp_path, capsys):
-    path = lay_slices(tmp_path) / "slices.npy"
+def test_slices_cut_off_are_reported(tmp_path, capsys):
+    path = write_slices(tmp_path) / "slices.npy"
     whole = path.read_bytes()
     for kept in (whole[:-1], whole[:50], b"", b"not an array"):
         path.write_bytes(kept)
-        line = refused(tmp_path, "cpu", capsys)
+        line = train_refused(tmp_path, "cpu", capsys)
         assert f"{path.parent} cannot be read (" in line
         assert "copy it again" in line
     path.write_bytes(whole)
     (path.parent / "volumes.txt").write_bytes(b"\xff\xfe\n")
-    assert "cannot be read ('utf-8' codec" in refused(tmp_path, "cpu", capsys)
+    assert "cannot be read ('utf-8' codec" in train_refused(tmp_path, "cpu", capsys)
 
 
 def test_a_subject_is_in_one_split():
@@ -183,7 +182,7 @@ def test_coils_are_smooth_differ_and_lose_nothing():
     torch.testing.assert_close((maps.abs() ** 2).sum(0), torch.ones(24, 32))
     assert (maps.diff(dim=1).abs().max() < 0.25) & (maps.diff(dim=2).abs().max() < 0.25)
     gram = torch.einsum("chw,dhw->cd", maps, maps.conj()) / maps[0].numel()
-    assert torch.linalg.eigvalsh(gram).min() > 1e-3  # no coil is a sum of others
+    assert torch.linalg.eigvalsh(gram).min() > 1e-3  # no coil is a combination of the others
 
 
 def test_the_target_is_the_slice_and_its_kspace_is_seen_by_every_coil():
@@ -214,7 +213,7 @@ def test_slices_are_shrunk_by_their_means_and_peaks_are_the_volumes(tmp_path):
     slices = np.zeros((5, 32, 32), np.uint8)
     slices[0, :2, :2] = [[255, 0], [51, 0]]
     slices[1], slices[2, 4, 4] = 102, 204
-    lay_slices(tmp_path, slices, ["a/1", "a/1", "b/1", "b/1", "c/1"])
+    write_slices(tmp_path, slices, ["a/1", "a/1", "b/1", "b/1", "c/1"])
     source = mr_slices.Simulated(mr_slices.load(tmp_path), [0, 1, 2, 3, 4], 2, 2, CPU)
     assert source.images.shape == (5, 16, 16)
     assert source.images[0, 0, 0] == pytest.approx(306 / 4 / 255)

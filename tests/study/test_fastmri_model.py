@@ -100,8 +100,8 @@ def test_a_unet_of_two_poolings_by_hand():
     assert unet(torch.randn(1, 2, 8, 12)).shape == (1, 2, 8, 12)
 
 
-class Seen(nn.Module):
-    """Gives back what it gets, and a look at it."""
+class Identity(nn.Module):
+    """Returns its input, and keeps it."""
 
     def forward(self, x):
         self.x = x
@@ -110,7 +110,7 @@ class Seen(nn.Module):
 
 def test_images_go_in_standard_and_padded_and_come_out_as_they_were():
     network = ComplexUNet(2, 4)
-    network.unet = Seen()
+    network.unet = Identity()
     images = 1e-5 * random_complex(3, 37, 50) + (3e-5 - 2e-5j)
     torch.testing.assert_close(network(images), images, rtol=1e-5, atol=1e-10)
     seen = network.unet.x
@@ -197,7 +197,7 @@ def test_sensitivities_are_of_the_centre_and_sum_to_one():
 
 
 def test_an_image_scales_with_its_kspace():
-    """fastMRI's values are of 1e-5; every stage is linear or normalised."""
+    """fastMRI's values are of the order of 1e-5; every stage is linear or normalised."""
     model = VarNet(**TINY)
     lines = kspace.measured(16, 4, 4, 1)
     some = random_complex(1, 3, 16, 16) * lines

@@ -1,4 +1,4 @@
-"""Files on a full disk or in a folder that cannot be written: told of, and as they were before."""
+"""A full disk or a folder that cannot be written is reported, and files stay as they were."""
 
 import contextlib
 import errno
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_records import record
-from test_report import RECORDS
+from made_up_records import CIFAR10_RECORDS, toy_record
 
 from cubegrad.study import StudyError, cli, files, report
 from cubegrad.study.records import Runs
@@ -16,8 +15,8 @@ resource = pytest.importorskip("resource")
 
 
 @contextlib.contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file may be longer meanwhile; a write that meets the limit is cut short, as on a disk."""
+def file_size_limited_to(size: int) -> Iterator[None]:
+    """Limit the size of any file; a write past the limit is cut short, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -28,29 +27,29 @@ def room(size: int) -> Iterator[None]:
 
 def test_an_append_without_room_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    runs.append(record(0))
+    runs.append(toy_record(0))
     before = runs.path.read_bytes()
-    saved = runs.checkpoint(record(1).settings)
+    saved = runs.checkpoint(toy_record(1).settings)
     saved.parent.mkdir()
     saved.write_bytes(b"state")
     with (
-        room(len(before) + 100),
+        file_size_limited_to(len(before) + 100),
         pytest.raises(StudyError, match=r"records\.jsonl cannot be written \(File too large\);"),
     ):
-        runs.append(record(1))
+        runs.append(toy_record(1))
     assert runs.path.read_bytes() == before
-    assert saved.exists(), "what the run has saved is all there is of it"
-    runs.append(record(1))
+    assert saved.exists(), "a run that is not recorded still needs its checkpoint"
+    runs.append(toy_record(1))
     assert len(runs.load()[0]) == 2
 
 
 def test_broken_lines_stay_where_they_are_if_they_cannot_be_set_aside(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     for seed in range(3):
-        runs.append(record(seed))
+        runs.append(toy_record(seed))
     torn = runs.path.read_bytes()[:-20]
     runs.path.write_bytes(torn)
-    with room(300), pytest.raises(StudyError, match="cannot be written"):
+    with file_size_limited_to(300), pytest.raises(StudyError, match="cannot be written"):
         runs.repair()
     assert runs.path.read_bytes() == torn
     assert {path.name for path in tmp_path.iterdir()} <= {"records.jsonl", "records.broken"}
@@ -62,7 +61,7 @@ def test_a_new_file_takes_its_place_whole_or_not_at_all(tmp_path: Path) -> None:
     with files.replacing(path) as file:
         file.write(b"old")
     with (
-        room(1000),
+        file_size_limited_to(1000),
         pytest.raises(StudyError, match=r"file\.txt cannot be written"),
         files.replacing(path) as file,
     ):
@@ -73,14 +72,15 @@ def test_a_new_file_takes_its_place_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("size", [0, 3000, 30_000])
 def test_a_report_without_room_keeps_the_old_one(size: int, tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    report.write(RECORDS, folder)
+    report.write(CIFAR10_RECORDS, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert max(map(len, before.values())) > 30_000
-    with room(size), pytest.raises(StudyError, match="report cannot be written"):
-        report.write(RECORDS[:3], folder)
+    with file_size_limited_to(size), pytest.raises(StudyError, match="report cannot be written"):
+        report.write(CIFAR10_RECORDS[:3], folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert list(tmp_path.iterdir()) == [folder]
 

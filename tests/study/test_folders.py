@@ -1,10 +1,10 @@
-"""Trees of image folders: what is found in them, how they are split, and what is refused."""
+"""Folders of images: what is found in them, how they are split, and what is refused."""
 
 import os
 
 import numpy as np
 import pytest
-from small_images import lay, photo
+from small_images import photo, write_images
 
 from cubegrad.study import StudyError
 from cubegrad.study.data.folders import read_tree
@@ -22,7 +22,8 @@ def touch(root, *paths):
         (root / path).write_bytes(b"")
 
 
-def refused(data, **options):
+def refusal(data, **options):
+    """The one line of error that reading these folders ends with."""
     with pytest.raises(StudyError) as error:
         read_tree(data, **options)
     message = str(error.value)
@@ -45,7 +46,7 @@ def test_classes_and_images_come_in_the_order_of_their_names(tmp_path, where):
     assert all(tree.parts["train"].path(index).is_file() for index in range(4))
 
 
-def test_names_need_not_be_ascii_nor_text(tmp_path):
+def test_names_need_not_be_ascii_or_even_text(tmp_path):
     strange = os.fsdecode(b"\xff\xfe.jpg")
     touch(
         tmp_path, "train/Äpfel/grün 1.jpg", f"train/b/{strange}", "val/Äpfel/x.jpg", "val/b/y.jpg"
@@ -56,8 +57,8 @@ def test_names_need_not_be_ascii_nor_text(tmp_path):
 
 
 def test_every_tenth_is_held_out_of_each_class(tmp_path):
-    lay(tmp_path, train=25, val=0, classes=("a", "b"))
-    lay(tmp_path / "third", train=3, val=0, classes=("c",))
+    write_images(tmp_path, train=25, val=0, classes=("a", "b"))
+    write_images(tmp_path / "third", train=3, val=0, classes=("c",))
     (tmp_path / "third/train/c").rename(tmp_path / "train/c")
     tree = read_tree(tmp_path)
     expected = [f"{name}/{index:03}.JPEG" for name in "ab" for index in (9, 19)]
@@ -72,7 +73,7 @@ def test_every_tenth_is_held_out_of_each_class(tmp_path):
 
 
 def test_val_stays_whole_when_a_part_is_held_out(tmp_path):
-    lay(tmp_path, train=10, val=4)
+    write_images(tmp_path, train=10, val=4)
     tree = read_tree(tmp_path, hold_out=True)
     assert {part: len(listing) for part, listing in tree.parts.items()} == {
         "train": 27,
@@ -84,7 +85,7 @@ def test_val_stays_whole_when_a_part_is_held_out(tmp_path):
 
 
 def test_fewer_classes_and_images_are_the_first(tmp_path):
-    lay(tmp_path, train=6, val=5)
+    write_images(tmp_path, train=6, val=5)
     tree = read_tree(tmp_path, 2, (4, 3))
     assert tree.classes == ("blue", "green")
     assert names(tree, "train") == [f"{c}/{i:03}.JPEG" for c in ("blue", "green") for i in range(4)]
@@ -92,74 +93,74 @@ def test_fewer_classes_and_images_are_the_first(tmp_path):
 
 
 def test_no_tree(tmp_path):
-    message = refused(tmp_path / "nowhere")
+    message = refusal(tmp_path / "nowhere")
     for part in ("nowhere/imagenet/train", "nowhere/train", "val/CLASS/*.JPEG", "--data"):
         assert part in message
 
 
 @pytest.mark.parametrize("classes", [(), ("only",)])
-def test_a_class_is_not_enough(tmp_path, classes):
+def test_one_class_is_not_enough(tmp_path, classes):
     (tmp_path / "train").mkdir()
     if classes:
-        lay(tmp_path, classes=classes)
-    message = refused(tmp_path)
+        write_images(tmp_path, classes=classes)
+    message = refusal(tmp_path)
     assert f"has {len(classes)} folders" in message
     assert "at least 2" in message
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_images_that_lie_loose_have_no_class(tmp_path, part):
-    """As ImageNet's own archive of validation images unpacks."""
-    lay(tmp_path)
+def test_images_outside_class_folders_are_refused(tmp_path, part):
+    """ImageNet's archive of validation images has no folders."""
+    write_images(tmp_path)
     (tmp_path / part).rename(tmp_path / "aside")
     touch(tmp_path, f"{part}/ILSVRC2012_val_00000001.JPEG")
-    message = refused(tmp_path)
+    message = refusal(tmp_path)
     assert f"{tmp_path / part} has images and no folders" in message
     assert "move each into the folder of its class" in message
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_an_empty_class(tmp_path, part):
-    lay(tmp_path)
+    write_images(tmp_path)
     folder = tmp_path / part / "green"
     for image in folder.iterdir():
         image.rename(image.with_suffix(".txt"))
-    assert refused(tmp_path).startswith(f"{folder} has no images (.jpeg, .jpg, .png")
+    assert refusal(tmp_path).startswith(f"{folder} has no images (.jpeg, .jpg, .png")
 
 
 def test_val_with_other_classes(tmp_path):
-    lay(tmp_path)
+    write_images(tmp_path)
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "rouge")
-    message = refused(tmp_path)
+    message = refusal(tmp_path)
     assert f"{tmp_path / 'val'} has no folder 'red'; train/ and val/ must have the same" in message
     (tmp_path / "train" / "red").rename(tmp_path / "train" / "rouge")
     (tmp_path / "val" / "black").mkdir()
     (tmp_path / "val" / "white").mkdir()
-    assert f"{tmp_path / 'train'} has no folder 'black' and 1 more; " in refused(tmp_path)
+    assert f"{tmp_path / 'train'} has no folder 'black' and 1 more; " in refusal(tmp_path)
 
 
 def test_one_image_cannot_be_held_out(tmp_path):
-    lay(tmp_path, train=1, val=0)
-    assert "train/blue has one image and there is no val/" in refused(tmp_path)
-    lay(tmp_path / "second", train=1, val=1)
+    write_images(tmp_path, train=1, val=0)
+    assert "train/blue has one image and there is no val/" in refusal(tmp_path)
+    write_images(tmp_path / "second", train=1, val=1)
     assert len(read_tree(tmp_path / "second").parts["test"]) == 3
-    assert "it needs at least 2" in refused(tmp_path / "second", hold_out=True)
+    assert "it needs at least 2" in refusal(tmp_path / "second", hold_out=True)
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
-    lay(tmp_path, train=2)
+    write_images(tmp_path, train=2)
 
     def denied(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "scandir", denied)
-    message = refused(tmp_path)
+    message = refusal(tmp_path)
     assert f"{tmp_path} cannot be read" in message
     assert "Permission denied" in message
 
 
 def test_a_link_to_a_folder_is_a_class(tmp_path):
-    lay(tmp_path, train=2, classes=("a",))
+    write_images(tmp_path, train=2, classes=("a",))
     (tmp_path / "elsewhere").mkdir()
     photo().save(tmp_path / "elsewhere" / "x.png")
     for part in ("train", "val"):

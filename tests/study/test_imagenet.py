@@ -1,18 +1,17 @@
 """ImageNet's batches, evaluation and presets; whole runs on made-up images."""
 
 import json
-import runpy
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from command_line import refused
 from killed import killed_and_resumed
-from PIL import Image
-from small_images import CPU, lay, settings_of, setup_of, small_problem
-from torch import Generator, nn
+from small_cifar import FirstValues
+from small_images import small_problem, write_images
+from small_runs import CPU, settings_of, setup_of
+from torch import Generator
 
 from cubegrad.study import Setup, StudyError, cli, methods, schedules
 from cubegrad.study.data import decoding
@@ -20,28 +19,21 @@ from cubegrad.study.data.decoding import Batch
 from cubegrad.study.problems import imagenet
 from cubegrad.study.train import Place, run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORKERS, MEMORY = {"longest": None}, {"longest": 64}
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    return lay(tmp_path_factory.mktemp("data") / "imagenet").parent
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    yield
-    imagenet.stored.cache_clear()
+    return write_images(tmp_path_factory.mktemp("data") / "imagenet").parent
 
 
 def test_memory_and_workers_give_the_same_crops(images):
-    """But for Pillow's rounding to bytes after each axis."""
+    """Except for Pillow's rounding to bytes after each axis."""
     tasks = [
         imagenet.build(setup_of(small_problem(**options), images, seed=3))
         for options in (MEMORY, WORKERS)
     ]
-    assert tasks[0].steps_per_epoch == tasks[1].steps_per_epoch == 4  # 60 images by 16
+    assert tasks[0].steps_per_epoch == tasks[1].steps_per_epoch == 4  # 60 images in batches of 16
     for one, other in zip(*(task.batches(2) for task in tasks), strict=True):
         assert one.labels.tolist() == other.labels.tolist()
         assert one.images.shape == other.images.shape
@@ -75,22 +67,10 @@ def test_an_epoch_holds_each_image_once_and_no_batch_has_one():
     assert len(left_out) > 1  # another one each time
 
 
-class Seen(nn.Module):
-    """Scores that are the image's first values, and a look at what came in."""
-
-    def __init__(self, classes):
-        super().__init__()
-        self.classes = classes
-
-    def forward(self, images):
-        self.images = images
-        return images[:, 0, 0, : self.classes]
-
-
 def test_images_are_normalised_as_the_paper_says():
     images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     images[1] = 255
-    model = Seen(2)
+    model = FirstValues(2)
     imagenet.scores(model, images)
     assert model.images.is_contiguous(memory_format=torch.channels_last)
     means, deviations = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -107,9 +87,9 @@ def test_evaluation_by_hand(classes):
     images[:, 0, 0, :classes] = places / 10.0
     images[places, 0, 0, places] = 255
     labels = places.clone()
-    labels[0] = 1  # the last but one of the six others where there are seven, so not in the top 5
+    labels[0] = 1  # scores lowest in image 0, so of seven classes it is not in the top 5
     batches = [Batch(images[:2], labels[:2]), Batch(images[2:], labels[2:])]
-    judged = imagenet.metrics(Seen(classes), iter(batches), classes)
+    judged = imagenet.metrics(FirstValues(classes), iter(batches), classes)
     assert judged["accuracy"] == pytest.approx(100 * (classes - 1) / classes)
     assert judged.get("top5") == (pytest.approx(600 / 7) if classes == 7 else None)
     scores = (images[:, 0, 0, :classes].double() / 255 - 0.485) / 0.229
@@ -161,13 +141,14 @@ def test_the_presets_are_the_papers_or_its_thirds():
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("cpu", 129_562), ("gpu", 23_528_522)])
-def test_the_nets_have_the_sizes_that_are_told(name, parameters):
+def test_the_nets_have_the_documented_sizes(name, parameters):
     preset = imagenet.problem().presets[name]
     model = imagenet.ResNet(preset.options["stages"], preset.options["width"], 10)
     assert sum(param.numel() for param in model.parameters()) == parameters
     assert f"{parameters:,} parameters" in preset.size
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_a_run_learns_and_repeats_itself(images, options):
     problem = small_problem(**options)
@@ -180,6 +161,7 @@ def test_a_run_learns_and_repeats_itself(images, options):
     assert run(problem, replace(settings, seed=1), place).curve != record.curve
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
     problem = small_problem(**options)
@@ -189,6 +171,7 @@ def test_a_killed_run_ends_with_the_same_numbers(images, tmp_path, options):
     assert resumed.curve == run(problem, settings, place).curve
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [MEMORY, WORKERS])
 def test_worker_processes_change_no_number(images, monkeypatch, options):
     problem = small_problem(**options)
@@ -207,31 +190,23 @@ def test_worker_processes_change_no_number(images, monkeypatch, options):
     assert counts
 
 
-def refused(capsys, *words):
-    assert cli.main([*words]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("cubegrad: error: ")
-    assert message.count("\n") == 1
-    return message
-
-
-def test_what_is_wrong_with_the_data_is_one_line_and_status_2(tmp_path, capsys):
-    words = ["train", "imagenet", "--epochs", "1", "--out", str(tmp_path / "runs"), "--data"]
-    assert "there is no folder of images" in refused(capsys, *words, str(tmp_path / "nowhere"))
-    assert not (tmp_path / "runs").exists()  # told before any run
-    lay(tmp_path / "imagenet", train=3, val=2)
+def test_unusable_data_is_reported_in_one_line(tmp_path, capsys):
+    words = f"train imagenet --epochs 1 --out {tmp_path / 'runs'} --data"
+    assert "there is no folder of images" in refused(f"{words} {tmp_path / 'nowhere'}", capsys)
+    assert not (tmp_path / "runs").exists()  # no run had started
+    write_images(tmp_path / "imagenet", train=3, val=2)
     damaged = tmp_path / "imagenet" / "val" / "red" / "001.JPEG"
     damaged.write_bytes(damaged.read_bytes()[:-200])
-    message = refused(capsys, *words, str(tmp_path))
+    message = refused(f"{words} {tmp_path}", capsys)
     assert f"{damaged} cannot be decoded (image file is truncated" in message
     damaged.unlink()
-    assert cli.main([*words, str(tmp_path)]) == 0
+    assert cli.main(f"{words} {tmp_path}".split()) == 0
     assert "imagenet, madgrad, lr 0.001, decay 2.5e-05" in capsys.readouterr().out
     (tmp_path / "imagenet" / "val" / "red").rename(tmp_path / "imagenet" / "val" / "rot")
-    assert "has no folder 'red'" in refused(capsys, *words, str(tmp_path))
+    assert "has no folder 'red'" in refused(f"{words} {tmp_path}", capsys)
 
 
-def test_more_images_than_memory_should_hold(images, monkeypatch):
+def test_too_many_images_for_memory_are_refused(images, monkeypatch):
     problem = small_problem(longest=128)
     imagenet.check_data(setup_of(problem, images))
     monkeypatch.setattr(imagenet, "MOST_BYTES", 2**21)
@@ -245,22 +220,3 @@ def test_a_batch_of_one_is_refused(images):
     preset = replace(problem.presets["cpu"], batch=1)
     with pytest.raises(StudyError, match=r"--batch 1 .* use 2 or more"):
         imagenet.build(Setup(preset, 0, CPU, images))
-
-
-def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
-    """The tree holds the very pixels, class by class."""
-    script = runpy.run_path(str(BENCHMARKS / "cifar10_as_folders.py"))
-    generator = np.random.default_rng(0)
-    pixels = torch.from_numpy(generator.integers(256, size=(40, 3, 32, 32), dtype=np.uint8))
-    labels = torch.arange(40) % 10
-    jobs = list(script["jobs"](Batch(pixels, labels), tmp_path / "train", 3))
-    assert [script["write"](job) for job in jobs] == [3] * 10
-    paths = sorted((tmp_path / "train").rglob("*.png"))
-    assert len(paths) == 30
-    assert [path.parent.name for path in paths[::3]] == list(script["CLASSES"])
-    with Image.open(tmp_path / "train" / "frog" / "00002.png") as image:
-        assert np.array_equal(np.asarray(image), pixels[26].permute(1, 2, 0))
-    monkeypatch.setattr("sys.argv", ["x", "--data", str(tmp_path / "no"), "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        script["main"]()
-    assert "is not empty; give a new folder" in capsys.readouterr().err

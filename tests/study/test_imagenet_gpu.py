@@ -1,28 +1,22 @@
-"""ImageNet's problem on a GPU: crops made there, images brought there, and no waiting."""
+"""ImageNet on a GPU: its crops, its runs, and an epoch without synchronisation."""
 
 import numpy as np
 import pytest
 import torch
-from small_images import lay, settings_of, small_problem
+from small_images import small_problem, write_images
+from small_runs import needs_gpu, settings_of, setup_of
 
-from cubegrad.study import Setup
 from cubegrad.study.data import crops, decoding
 from cubegrad.study.problems import imagenet
 from cubegrad.study.train import Place, run
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 WAYS = [{"longest": None}, {"longest": 64}]
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    return lay(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept():
-    yield
-    imagenet.stored.cache_clear()
+    return write_images(tmp_path_factory.mktemp("data"))
 
 
 def test_crops_are_those_of_the_cpu():
@@ -50,8 +44,7 @@ def test_a_run_learns(images, monkeypatch, options):
 @pytest.mark.parametrize("options", WAYS)
 def test_the_host_does_not_wait_within_an_epoch(images, options):
     problem = small_problem(**options)
-    device = torch.device("cuda")
-    task = imagenet.build(Setup(problem.presets["cpu"], 0, device, images))
+    task = imagenet.build(setup_of(problem, images, device=torch.device("cuda")))
     batches = task.batches(0)
     total = task.loss(task.model, next(batches)).detach()
     try:

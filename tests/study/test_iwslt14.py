@@ -8,26 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from killed import killed_and_resumed
-from small_translation import CPU, settings_of, setup_of, small_problem, write_parts
+from small_runs import CPU, needs_gpu, settings_of, setup_of
+from small_translation import small_problem, write_parts
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from cubegrad.study import Setup, StudyError, methods, schedules
-from cubegrad.study.data import translation
 from cubegrad.study.data.subwords import END, PAD
 from cubegrad.study.data.translation import Batch
 from cubegrad.study.problems import iwslt14
 from cubegrad.study.train import Place, run
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture
 def data(tmp_path):
     write_parts(tmp_path / "small")
-    translation.prepared.cache_clear()
-    yield tmp_path
-    translation.prepared.cache_clear()
+    return tmp_path
 
 
 def test_a_run_goes_over_all_sentences_again_and_again(data):
@@ -66,7 +62,7 @@ def test_batches_are_a_function_of_seed_and_epoch(data):
 
 
 class Fixed(nn.Module):
-    """Scores that do not depend on what was read, and a look at what was given."""
+    """Scores that do not depend on the source; keeps the target words it was given."""
 
     def __init__(self, scores):
         super().__init__()
@@ -113,8 +109,8 @@ def test_the_training_loss_is_in_bits_and_gradients_are_clipped(data):
     assert norm.item() == pytest.approx(25, rel=1e-3)
 
 
-class Oracle(nn.Module):
-    """Translates by heart, the first row of each batch wrongly if told so."""
+class Memorised(nn.Module):
+    """Knows all translations; with `wrong`, the first of each batch is empty."""
 
     def __init__(self, bleu, text, wrong=False):
         super().__init__()
@@ -138,15 +134,15 @@ def test_bleu(data, monkeypatch):
     bleu = iwslt14.Bleu(text, text.parts["test"], 24, 64, CPU)
     assert len(bleu.batches) > 1
     assert sorted(bleu.references) == sorted(english[::2])  # 24 of 48
-    assert bleu(Oracle(bleu, text)) == {"bleu": pytest.approx(100)}
-    assert 50 < bleu(Oracle(bleu, text, wrong=True))["bleu"] < 100
-    assert iwslt14.Bleu(text, text.parts["test"], 0, 64, CPU)(Oracle(bleu, text)) == {}
+    assert bleu(Memorised(bleu, text)) == {"bleu": pytest.approx(100)}
+    assert 50 < bleu(Memorised(bleu, text, wrong=True))["bleu"] < 100
+    assert iwslt14.Bleu(text, text.parts["test"], 0, 64, CPU)(Memorised(bleu, text)) == {}
 
     def missing(module):
         raise StudyError(f"{module} is missing")
 
     monkeypatch.setattr(iwslt14, "optional", missing)
-    assert bleu(Oracle(bleu, text)) == {}
+    assert bleu(Memorised(bleu, text)) == {}
     task = iwslt14.build(setup_of(problem, data))
     assert set(task.evaluate(task.model, "test")) == {"loss", "nll", "perplexity"}
     with pytest.raises(StudyError, match="tokenizers is missing"):
@@ -178,13 +174,14 @@ def test_the_presets_are_the_papers_or_smaller():
         json.dumps(dict(preset.options))
 
 
-def test_missing_data_is_told_before_any_run(tmp_path):
+def test_missing_data_is_reported_before_any_run(tmp_path):
     problem = iwslt14.problem()
     for preset in problem.presets.values():
         with pytest.raises(StudyError, match="no German-English sentences in"):
             problem.check_data(Setup(preset, 0, CPU, tmp_path))
 
 
+@pytest.mark.training
 def test_a_run_learns_and_repeats_itself(data):
     problem = small_problem(width=32, merges=200, steps=40, dropout=0.1)
     settings = settings_of(problem, epochs=8, lr=0.1, schedule="inverse-sqrt:40")
@@ -208,21 +205,22 @@ def test_another_part_is_judged_when_choosing(data):
     assert valid == task.evaluate(task.model, "valid")
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("method", ["madgrad", "sgd", "adam", "adagrad"])
 def test_a_killed_run_ends_with_the_same_numbers(data, tmp_path, method):
     problem = small_problem(steps=4)
-    settings = settings_of(problem, method=method)
+    settings = settings_of(problem, method=method, schedule="inverse-sqrt:5")
     place = Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt", after=2)
     assert resumed.curve == run(problem, settings, place).curve
 
 
-@GPU
+@needs_gpu
 def test_a_gpu_has_the_same_losses_within_its_precision(data):
     problem = small_problem(dropout=0.0)
     losses = {}
     for device in ("cpu", "cuda"):
-        settings = settings_of(problem, device=device, epochs=2)
+        settings = settings_of(problem, device=device, epochs=2, schedule="inverse-sqrt:5")
         losses[device] = run(problem, settings, Place(data)).curve["loss"]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
 

@@ -1,21 +1,20 @@
-"""Blocks on a device, the turns through them, and the shares of what is masked."""
+"""Blocks on a device, the order they are used in, and which of their tokens are masked."""
 
 import math
 
 import pytest
 import torch
+from small_runs import CPU
 
 from cubegrad.study.data.masking import IGNORED, Blocks, block_indices, masked
 from cubegrad.study.data.tokens import BEGIN, END, MASK, PAD, SPECIAL
-
-CPU = torch.device("cpu")
 
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_rows_are_cut_out_opened_and_padded():
+def test_rows_begin_with_a_mark_and_are_padded():
     ids = torch.tensor([5, 6, 2, 60_000, 2, 9, 9, 9, 2]).to(torch.int16)
     blocks = Blocks(ids, torch.tensor([0, 3, 5, 9]))
     assert blocks.number == 3
@@ -65,7 +64,7 @@ def test_special_tokens_are_never_masked_and_the_rest_stays():
     blocks = masked(rows, 1000, generator(4))
     asked = torch.zeros(rows.shape, dtype=torch.long)
     asked.scatter_add_(1, blocks.places, (blocks.labels != IGNORED).long())
-    assert asked.max() == 1  # no place is asked for twice
+    assert asked.max() == 1  # no place is masked twice
     assert not asked[rows < SPECIAL].any()
     changed = blocks.inputs != rows
     assert not changed[asked == 0].any()
@@ -75,7 +74,7 @@ def test_special_tokens_are_never_masked_and_the_rest_stays():
     assert (often - 37.5).abs().max() < 5 * math.sqrt(37.5)
 
 
-def test_a_block_with_few_tokens_is_asked_what_it_has():
+def test_a_block_with_few_tokens_has_few_masks():
     rows = torch.tensor([[BEGIN, 7, END, PAD, PAD, PAD, PAD, PAD], [BEGIN, END] + 6 * [PAD]])
     seen = [masked(rows, 10, generator(seed)).labels for seed in range(400)]
     questions = torch.stack([(labels != IGNORED).sum(1) for labels in seen])
@@ -84,7 +83,7 @@ def test_a_block_with_few_tokens_is_asked_what_it_has():
     assert questions[:, 0].double().mean().item() == pytest.approx(0.15, abs=0.08)
 
 
-def test_turns_through_the_text_hold_each_block_once():
+def test_each_turn_through_the_text_has_each_block_once():
     updates = [block_indices(3, update, 8, 20, CPU) for update in range(10)]
     assert {len(numbers) for numbers in updates} == {8}
     turns = torch.cat(updates).view(4, 20)

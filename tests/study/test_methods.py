@@ -22,7 +22,7 @@ def test_every_method_steps_with_its_lr_and_decay(name: str) -> None:
     assert optimizer.param_groups[0]["weight_decay"] == 1e-4
     param.grad = torch.tensor([0.5, -0.5])
     optimizer.step()
-    # Downhill, and decay pulls the same way.
+    # Downhill; weight decay acts in the same direction.
     assert param[0] < 1.0
     assert param[1] > -2.0
     assert param.isfinite().all()
@@ -78,7 +78,7 @@ def test_an_entry_is_a_method_under_a_schedule() -> None:
     assert entry("madgrad", STAGED) == Entry("madgrad", "tenthing:150-225")
     assert entry("sgd@flat", STAGED) == Entry("sgd", "flat")
     assert entry("sgd@staged", STAGED) == Entry("sgd", "tenthing:150-225")
-    # A problem without stages gets the paper's, as parts of its epochs.
+    # A problem without stages gets the paper's, as fractions of its epochs.
     assert entry("sgd@staged", Preset(8, 16)) == Entry("sgd", "tenthing:50%-75%")
 
 

@@ -1,4 +1,4 @@
-"""What a node is told and does, and what --ray refuses: all that needs no cluster."""
+"""What is sent to a node, what a node does, and what --ray refuses: all without a cluster."""
 
 import contextlib
 import importlib.util
@@ -7,26 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray_problem
 import torch
+from command_line import refused
+from small_runs import settings_of
 
 from cubegrad.study import StudyError, cli, cluster, commands, nodes
 from cubegrad.study.cluster import Cluster
-from cubegrad.study.records import Settings
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
 NAME = "ray_problem:problem"
+SETTINGS = settings_of(ray_problem.problem(), method="sgd")
 with_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs the extra ray")
-
-
-def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    try:
-        status: object = cli.main(words.split())
-    except SystemExit as ended:
-        status = ended.code
-    out, errors = capsys.readouterr()
-    assert (status, out, errors.count("\n")) == (2, "", 1)
-    return errors
 
 
 @with_ray
@@ -63,7 +56,7 @@ def test_bad_input_ends_with_one_line(
 
 
 @with_ray
-def test_a_server_that_is_not_ray_is_told_of(
+def test_a_server_that_is_not_ray_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_listens", lambda _: True)
@@ -71,7 +64,7 @@ def test_a_server_that_is_not_ray_is_told_of(
     assert "no Ray cluster is reached there" in refused("sweep digits --ray 127.0.0.2:9", capsys)
 
 
-def test_a_missing_ray_is_told_of(
+def test_a_missing_ray_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -88,7 +81,7 @@ def test_a_missing_ray_is_told_of(
     ],
 )
 def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int | None) -> None:
-    """Also that this machine needs no GPU of its own to ask for some."""
+    """Also: this machine needs no GPU of its own to ask for one."""
     options = cli.parser().parse_args(["sweep", "digits", "--ray", "auto", *words.split()])
     machine = commands._executor(options, commands._plan(options))
     assert isinstance(machine, Cluster)
@@ -96,7 +89,7 @@ def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int |
     assert machine.retries == 3
 
 
-def test_only_python_travels_with_a_problem_of_ones_own(
+def test_only_python_files_are_sent_with_a_users_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, packed = tmp_path / "home", tmp_path / "packed"
@@ -118,7 +111,7 @@ def test_only_python_travels_with_a_problem_of_ones_own(
     assert nodes.pack("digits", packed) is None
 
 
-def test_of_a_plain_folder_python_files_travel(
+def test_python_files_of_a_plain_folder_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, packed = tmp_path / "home", tmp_path / "packed"
@@ -132,29 +125,28 @@ def test_of_a_plain_folder_python_files_travel(
     assert names == ["plain_of_test/deep.py"]
 
 
-def test_a_node_with_another_version_is_told_of() -> None:
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
-    order = nodes.Order(NAME, settings, Place(), Path("one.pt"), "", version="9.9")
-    told = nodes.work(order, None)
-    assert isinstance(told, str)
-    assert "and the sweep uses 9.9; install the same version on every node" in told
+def test_a_node_with_another_version_is_reported() -> None:
+    order = nodes.Order(NAME, SETTINGS, Place(), Path("one.pt"), "", version="9.9")
+    message = nodes.work(order, None)
+    assert isinstance(message, str)
+    assert "and the sweep uses 9.9; install the same version on every node" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
-def test_a_node_whose_torch_sees_no_gpu_is_told_of() -> None:
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0, device="cuda")
-    told = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
-    assert told == "torch sees no GPU on a node that has one; install a torch with CUDA there"
+def test_a_node_whose_torch_sees_no_gpu_is_reported() -> None:
+    settings = replace(SETTINGS, device="cuda")
+    message = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    assert message == "torch sees no GPU on a node that has one; install a torch with CUDA there"
 
 
-def test_a_gpu_that_is_too_small_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_gpu_that_is_too_small_is_reported(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
-    settings = Settings("toy", "cpu", 4, 16, "sgd", "flat", 0.1, 0.0, 0)
-    told = nodes.work(nodes.Order(NAME, settings, Place(tmp_path), Path("one.pt"), ""), None)
-    assert isinstance(told, str)
-    assert "too little memory" in told
-    assert "larger --gpus-per-run" in told
-    jobs = [(replace(settings, seed=seed), Path("one.pt")) for seed in range(2)]
+    message = nodes.work(nodes.Order(NAME, SETTINGS, Place(tmp_path), Path("one.pt"), ""), None)
+    assert isinstance(message, str)
+    assert "too little memory" in message
+    assert "larger --gpus-per-run" in message
+    jobs = [(replace(SETTINGS, seed=seed), Path("one.pt")) for seed in range(2)]
     with (
         contextlib.closing(Machine(NAME, Place(tmp_path), workers=2)) as machine,
         pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "),
@@ -162,7 +154,7 @@ def test_a_gpu_that_is_too_small_is_told_of(tmp_path: Path) -> None:
         list(machine.run(jobs, lambda _: None))
 
 
-def test_only_the_very_folder_counts_as_shared(tmp_path: Path) -> None:
+def test_only_the_same_folder_counts_as_shared(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     with nodes.marker(one) as mark, nodes.marker(other):
         assert nodes.is_shared(one, mark)

@@ -1,11 +1,11 @@
-"""Parallel text is read in every form it is published in; what is malformed is told in a line."""
+"""Parallel text is read in every published format; a malformed file is reported in one line."""
 
 import random
 
 import pytest
+from command_line import refused
 
 from cubegrad.study import StudyError
-from cubegrad.study.cli import main
 from cubegrad.study.data import parallel
 from cubegrad.study.data.parallel import Pair, corpus
 from cubegrad.study.data.subwords import (
@@ -21,7 +21,7 @@ from cubegrad.study.data.subwords import (
 TWO = {"de": "Guten Tag .\nHallo !\n", "en": "good day .\nhello !\n"}
 
 
-def lay(folder, **files):
+def write_files(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         path = folder / name.replace("__", "-").replace("_", ".")
@@ -29,20 +29,20 @@ def lay(folder, **files):
     return folder
 
 
-def parts(folder, valid="valid", **changed):
+def write_split(folder, valid="valid", **changed):
     files = {f"{part}_{side}": TWO[side] for part in ("train", valid, "test") for side in TWO}
-    return lay(folder, **{**files, **changed})
+    return write_files(folder, **{**files, **changed})
 
 
 def test_prepared_iwslt14(tmp_path):
-    parts(tmp_path / "iwslt14.tokenized.de-en")
+    write_split(tmp_path / "iwslt14.tokenized.de-en")
     found = corpus(tmp_path, ("iwslt14.tokenized.de-en", "iwslt14"))
     pairs = [Pair("Guten Tag .", "good day ."), Pair("Hallo !", "hello !")]
     assert found.parts == {"train": pairs, "valid": pairs, "test": pairs}
     assert not found.marked
     assert corpus(tmp_path / "iwslt14.tokenized.de-en", ("other",)) == found
     cut = {"train_de": "Gu@@ ten Tag .\nHallo !\n"}
-    assert corpus(parts(tmp_path / "cut", valid="val", **cut), ()).marked
+    assert corpus(write_split(tmp_path / "cut", valid="val", **cut), ()).marked
 
 
 def test_columns_follow_the_files_name(tmp_path):
@@ -57,11 +57,11 @@ def test_columns_follow_the_files_name(tmp_path):
             (folder / f"{name}{suffix}").write_text(other, newline="\r\n")
         found = corpus(folder, ())
         assert found.parts == {"train": pairs, "valid": pairs, "test": pairs}
-        assert not found.marked  # "@@" alone stands for a sentence that is not there
+        assert not found.marked  # "@@" alone marks a missing sentence
 
 
 def tatoeba(count=3000):
-    """Pairs with many sentences more than once, as Tatoeba has them."""
+    """Pairs with many repeated sentences, as in Tatoeba."""
     source = random.Random(0)
     return [Pair(f"Satz {source.randrange(4000)}.", f"Line {n * 4 // 5}.") for n in range(count)]
 
@@ -69,9 +69,9 @@ def tatoeba(count=3000):
 def test_tatoeba_and_two_whole_files_are_split_alike(tmp_path):
     pairs = tatoeba()
     text = "".join(f"{english}\t{german}\tCC-BY 2.0\n" for german, english in pairs)
-    tabbed = corpus(lay(tmp_path, deu_txt=text), ("tatoeba",))
+    tabbed = corpus(write_files(tmp_path, deu_txt=text), ("tatoeba",))
     files = {"x_de": "\n".join(p.german for p in pairs), "x_en": "\n".join(p[1] for p in pairs)}
-    assert corpus(lay(tmp_path / "two", **files), ()) == tabbed
+    assert corpus(write_files(tmp_path / "two", **files), ()) == tabbed
     assert {part: bool(some) for part, some in tabbed.parts.items()} == dict.fromkeys(
         ("train", "valid", "test"), True
     )
@@ -96,7 +96,7 @@ def test_a_chain_of_translations_is_one_group():
     chain = [Pair("a", "x"), Pair("b", "y"), Pair("b", "x"), Pair("c", "c"), Pair("y", "a")]
     groups = parallel._groups(chain)
     assert groups[0] == groups[1] == groups[2]
-    assert len(set(groups)) == 3  # the same letters in the other language are other sentences
+    assert len(set(groups)) == 3  # the same text in the other language is another sentence
 
 
 MALFORMED = {
@@ -124,30 +124,27 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_files_are_told_of_in_one_line(case, tmp_path, capsys):
+def test_malformed_files_are_reported_in_one_line(case, tmp_path, capsys):
     change, message = MALFORMED[case]
     folder = tmp_path / "iwslt14"
-    change(parts(folder) if case != "nothing" else tmp_path)
+    change(write_split(folder) if case != "nothing" else tmp_path)
     with pytest.raises(StudyError, match=message) as raised:
         corpus(tmp_path, ("iwslt14",))
-    arguments = ["train", "iwslt14", "--preset", "paper", "--device", "cpu"]
-    code = main([*arguments, "--data", str(tmp_path), "--out", str(tmp_path / "runs")])
-    told = capsys.readouterr().err
-    assert code == 2
-    assert str(raised.value) in told
-    assert told.count("\n") == 1
+    words = "train iwslt14 --preset paper --device cpu"
+    line = refused(f"{words} --data {tmp_path} --out {tmp_path / 'runs'}", capsys)
+    assert str(raised.value) in line
 
 
 @pytest.mark.parametrize("line", ["No tab here.", "Half a pair.\t", "\tHalbes Paar.", ""])
 def test_a_line_that_is_no_pair(line, tmp_path):
-    folder = lay(tmp_path, deu_txt=f"Hi.\tHallo!\n{line}\nGo.\tGeh.\n")
+    folder = write_files(tmp_path, deu_txt=f"Hi.\tHallo!\n{line}\nGo.\tGeh.\n")
     with pytest.raises(StudyError, match=r"deu\.txt, line 2: .* is not two sentences with a tab"):
         corpus(folder, ())
 
 
 def test_too_few_pairs_to_split(tmp_path):
     with pytest.raises(StudyError, match="2 pairs are too few to split"):
-        corpus(lay(tmp_path, deu_txt="Hi.\tHallo!\nGo.\tGeh.\n"), ())
+        corpus(write_files(tmp_path, deu_txt="Hi.\tHallo!\nGo.\tGeh.\n"), ())
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -163,10 +160,10 @@ def test_byte_pairs_come_back_and_repeat():
     for text in [*TEXTS, "Ganz neu: ¿qué? §12", ""]:
         (pieces,) = learnt.cut([text])
         assert learnt.join(pieces) == text
-    assert learnt.bpe.get_vocab_size() == 256 + 30  # a merge makes a type
+    assert learnt.bpe.get_vocab_size() == 256 + 30  # each merge adds one
     assert BytePairs(TEXTS * 3, 30).cut(TEXTS) == learnt.cut(TEXTS)
     first, later = learnt.cut(["Haus", "ein Haus"])
-    assert later[-len(first) :] == first  # a word is the same wherever it stands
+    assert later[-len(first) :] == first  # a word is encoded the same way anywhere
 
 
 def test_marked_subwords_come_back():

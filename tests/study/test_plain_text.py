@@ -1,22 +1,15 @@
-"""Plain text: documents, sentences and parts, and every way in which a file can be wrong."""
+"""Plain text: its documents, sentences and parts, and every way in which a file can be wrong."""
 
 import itertools
 import lzma
 
 import pytest
+from small_text import write_texts
 
 from cubegrad.study import StudyError
 from cubegrad.study.cli import main
 from cubegrad.study.data import plain_text
 from cubegrad.study.data.plain_text import find, read, split
-
-
-def lay(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        raw = text.encode() if isinstance(text, str) else text
-        (folder / f"{name}.txt").write_bytes(raw)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def test_documents_lines_and_wrapped_lines(tmp_path):
         "One line that was\r\nwrapped here. And a\r\nsecond one.\r\n"
         "lower after an end\r\n\r\nafter a blank\n<|Empty|>\n<|Second|>\nIts text.\n"
     )
-    lay(tmp_path, a=text, b="Another file.\n")
+    write_texts(tmp_path, a=text, b="Another file.\n")
     files = find(tmp_path, "novels").files["train"]
     assert list(read(files)) == [
         (0, "TITLE"),
@@ -53,22 +46,22 @@ def test_documents_lines_and_wrapped_lines(tmp_path):
     ]
 
 
-def test_documents_are_dealt_out_whole(tmp_path):
+def test_whole_documents_go_to_each_part(tmp_path):
     text = "".join(f"<|n{i}|>\nFirst of {i}.\nSecond of {i}.\n" for i in range(45))
-    lay(tmp_path / "novels", all=text)
+    write_texts(tmp_path / "novels", all=text)
     texts = find(tmp_path, "novels")
     assert not texts.has_parts
-    dealt = {}
+    parts = {}
     for part, document, sentence in texts.sentences():
         assert sentence in (f"First of {document}.", f"Second of {document}.")
-        dealt.setdefault(part, set()).add(document)
-    assert dealt["test"] == {19, 39}
-    assert dealt["valid"] == {9, 29}
-    assert dealt["train"] == set(range(45)) - {9, 19, 29, 39}
+        parts.setdefault(part, set()).add(document)
+    assert parts["test"] == {19, 39}
+    assert parts["valid"] == {9, 29}
+    assert parts["train"] == set(range(45)) - {9, 19, 29, 39}
 
 
-def test_one_long_document_is_dealt_out_by_stretches(tmp_path):
-    lay(tmp_path, mine="".join(f"Line {i}.\n" for i in range(2000)))
+def test_one_long_document_is_divided_into_stretches(tmp_path):
+    write_texts(tmp_path, mine="".join(f"Line {i}.\n" for i in range(2000)))
     found = {part: [] for part in plain_text.PARTS}
     for part, document, sentence in find(tmp_path / "mine.txt", "novels").sentences():
         assert document == 0
@@ -78,8 +71,10 @@ def test_one_long_document_is_dealt_out_by_stretches(tmp_path):
     assert sorted(itertools.chain(*found.values())) == list(range(2000))
 
 
-def test_parts_of_their_own_are_taken_and_packed_files_read(tmp_path):
-    folder = lay(tmp_path / "wikitext-2", valid="Chosen by.\n", test="Judged by.\n", other="No.\n")
+def test_given_parts_are_used_and_packed_files_read(tmp_path):
+    folder = write_texts(
+        tmp_path / "wikitext-2", valid="Chosen by.\n", test="Judged by.\n", other="No.\n"
+    )
     (folder / "train.txt.xz").write_bytes(lzma.compress(b"Learnt from.\n"))
     texts = find(tmp_path, "wikitext-2")
     assert texts.has_parts
@@ -111,7 +106,7 @@ XZ = lzma.compress(LONG.encode())
         ("train.txt", b"Alone.\n", "valid.txt is not among them"),
     ],
 )
-def test_what_is_wrong_with_a_text_is_one_line(tmp_path, capsys, name, content, message):
+def test_an_unusable_text_is_reported_in_one_line(tmp_path, capsys, name, content, message):
     folder = tmp_path / "texts"
     folder.mkdir()
     if name:
@@ -127,7 +122,7 @@ def test_what_is_wrong_with_a_text_is_one_line(tmp_path, capsys, name, content, 
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    lay(tmp_path, mine="Text.\n")
+    write_texts(tmp_path, mine="Text.\n")
     texts = find(tmp_path, "novels")
     (tmp_path / "mine.txt").unlink()
     with pytest.raises(StudyError, match=r"mine\.txt cannot be read .*: fix it or remove it"):

@@ -1,4 +1,4 @@
-"""The networks of CIFAR-10: their sizes, and a block by hand."""
+"""The networks of CIFAR-10: their sizes, and one block computed by hand."""
 
 import pytest
 import torch

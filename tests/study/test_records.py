@@ -1,4 +1,4 @@
-"""Records survive what happens to files: torn lines, altered bytes, two writers."""
+"""Records survive torn lines, altered bytes and two writers."""
 
 import hashlib
 import json
@@ -7,38 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up_records import toy_record
 
 from cubegrad.study import StudyError, checkpoints
-from cubegrad.study.records import Record, Runs, Settings, existing, from_line, to_line
+from cubegrad.study.records import Runs, existing, from_line, to_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def record(seed: int) -> Record:
-    settings = Settings("toy", "cpu", 2, 16, "sgd", "flat", 2.5e-4, 0.0, seed)
-    curve: dict[str, list[float | None]] = {"train_loss": [0.1 + 0.2, None], "loss": [1 / 3]}
-    return Record(settings, "diverged", curve, 0.5, {"metric": "loss"}, {"torch": "x"})
-
-
 def test_a_record_comes_back_bit_for_bit() -> None:
-    line = to_line(record(3))
+    line = to_line(toy_record(3))
     assert line.endswith("\n")
     assert line.count("\n") == 1
-    assert from_line(line) == record(3)
+    assert from_line(line) == toy_record(3)
 
 
 def test_the_key_is_the_settings() -> None:
-    keys = {record(seed).settings.key for seed in range(5)}
+    keys = {toy_record(seed).settings.key for seed in range(5)}
     assert len(keys) == 5
-    assert record(1).settings.key == record(1).settings.key
-    assert json.loads(to_line(record(1)))["key"] == record(1).settings.key
+    assert toy_record(1).settings.key == toy_record(1).settings.key
+    assert json.loads(to_line(toy_record(1)))["key"] == toy_record(1).settings.key
 
 
 def test_appending_and_loading(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs")
     assert runs.load() == ({}, [])
     for seed in range(3):
-        runs.append(record(seed))
+        runs.append(toy_record(seed))
     records, broken = runs.load()
     assert [r.settings.seed for r in records.values()] == [0, 1, 2]
     assert broken == []
@@ -59,12 +54,12 @@ def test_appending_and_loading(tmp_path: Path) -> None:
 def test_a_broken_line_is_found_and_set_aside(tmp_path: Path, harm) -> None:
     runs = Runs(tmp_path)
     for seed in range(3):
-        runs.append(record(seed))
+        runs.append(toy_record(seed))
     lines = runs.path.read_bytes().split(b"\n")
     lines[1] = harm(lines[1])
     runs.path.write_bytes(b"\n".join(lines))
-    (told,) = runs.repair()
-    assert told.startswith(f"{runs.path} line 2 is broken (")
+    (message,) = runs.repair()
+    assert message.startswith(f"{runs.path} line 2 is broken (")
     assert (tmp_path / "records.broken").stat().st_size > 0
     records, broken = runs.load()
     assert [r.settings.seed for r in records.values()] == [0, 2]
@@ -74,12 +69,12 @@ def test_a_broken_line_is_found_and_set_aside(tmp_path: Path, harm) -> None:
 @pytest.mark.parametrize("kept", [0.5, -1])
 def test_a_line_torn_at_the_end_never_spoils_the_next(tmp_path: Path, kept: float) -> None:
     runs = Runs(tmp_path)
-    runs.append(record(0))
-    whole = to_line(record(1)).encode()
+    runs.append(toy_record(0))
+    whole = to_line(toy_record(1)).encode()
     cut = int(len(whole) * kept) if kept > 0 else -1  # half a line, or all but its end
     runs.path.write_bytes(runs.path.read_bytes() + whole[:cut])
     assert len(runs.repair()) == (kept > 0)
-    runs.append(record(2))
+    runs.append(toy_record(2))
     seeds = [r.settings.seed for r in runs.load()[0].values()]
     assert seeds == ([0, 2] if kept > 0 else [0, 1, 2])
     assert runs.load()[1] == []
@@ -87,17 +82,17 @@ def test_a_line_torn_at_the_end_never_spoils_the_next(tmp_path: Path, kept: floa
 
 def test_a_finished_run_leaves_no_checkpoint(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    path = runs.checkpoint(record(0).settings)
+    path = runs.checkpoint(toy_record(0).settings)
     path.parent.mkdir()
     path.write_bytes(b"state")
-    runs.append(record(0))
+    runs.append(toy_record(0))
     assert not path.exists()
 
 
-def test_checkpoints_without_a_use_are_cleared_away(tmp_path: Path) -> None:
+def test_checkpoints_of_no_further_use_are_deleted(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    runs.append(record(0))
-    done, under_way = (runs.checkpoint(record(seed).settings) for seed in (0, 1))
+    runs.append(toy_record(0))
+    done, under_way = (runs.checkpoint(toy_record(seed).settings) for seed in (0, 1))
     mine = done.with_name("notes.txt")
     checkpoints.save(under_way, {})
     for path in (done, mine, under_way.with_suffix(".tmp123"), tmp_path / "records.tmp123"):
@@ -127,8 +122,8 @@ def test_commands_are_kept_once(tmp_path: Path) -> None:
 
 
 def forged(**changes: object) -> str:
-    """A line whose checksum fits, whatever it says."""
-    body = json.loads(to_line(record(1)))
+    """A line with a correct checksum, whatever its content."""
+    body = json.loads(to_line(toy_record(1)))
     del body["check"]
     settings = {name: value for name, value in changes.items() if name in body["settings"]}
     body["settings"] |= settings
@@ -140,7 +135,7 @@ def forged(**changes: object) -> str:
 
 
 def test_a_forged_line_is_one_that_is_read() -> None:
-    assert from_line(forged()) == record(1)
+    assert from_line(forged()) == toy_record(1)
     assert from_line(forged(problem="other")).settings.problem == "other"
 
 
@@ -192,13 +187,13 @@ def test_a_line_that_no_run_wrote_is_broken(tmp_path: Path, changes: dict[str, o
     with pytest.raises(ValueError, match=r"its |the name|plain text|surrogates"):
         from_line(line)
     runs = Runs(tmp_path)
-    runs.path.write_text(f"{to_line(record(0))}{line}\n")
-    records, (told,) = runs.load()
+    runs.path.write_text(f"{to_line(toy_record(0))}{line}\n")
+    records, (message,) = runs.load()
     assert [one.settings.seed for one in records.values()] == [0]
-    assert told.startswith(f"{runs.path} line 2 is broken (")
+    assert message.startswith(f"{runs.path} line 2 is broken (")
 
 
-def test_brackets_without_end_are_a_broken_line() -> None:
+def test_nested_brackets_are_a_broken_line() -> None:
     with pytest.raises(ValueError, match="not a record"):
         from_line("[" * 100_000)
 
@@ -224,8 +219,8 @@ def test_the_published_records_can_be_read() -> None:
         assert broken == []
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
-    wrong = replace(record(0), about={"metric": None})
+def test_a_record_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    wrong = replace(toy_record(0), about={"metric": None})
     with pytest.raises(ValueError, match="its metric is None"):
         Runs(tmp_path).append(wrong)
     assert not list(tmp_path.iterdir())

@@ -1,59 +1,21 @@
-"""The report: tables against hand-made records, plots that are there, a page that needs nothing."""
+"""The report of made-up records: its tables, its plots, and a page that works offline."""
 
 import re
 import struct
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from html_page import Page
+from made_up_records import CIFAR10_RECORDS, cifar10_record
 
 from cubegrad.study import StudyError, figures, report
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Estimate
 
-ABOUT = {
-    "description": "a <net> & more",
-    "metric": "accuracy",
-    "higher_is_better": True,
-    "unit": "%",
-    "paper": "CIFAR10",
-}
-MACHINE = {
-    "kind": "one GPU", "torch": "2.x", "python": "3.x", "cubegrad": "0", "commit": "abc",
-    "date": "2026-01-02",
-}  # fmt: skip
-
-
-def record(
-    method: str, lr: float, seed: int, accuracy: float | None, schedule: str = "flat"
-) -> Record:
-    settings = Settings("cifar10", "gpu", 3, 128, method, schedule, lr, 1e-4, seed)
-    if accuracy is None:
-        return Record(settings, "diverged", {"train_loss": [None]}, 60.0, ABOUT, MACHINE)
-    curve: dict[str, list[float | None]] = {
-        "train_loss": [2.0, 1.0, 0.5],
-        "accuracy": [accuracy / 2, accuracy - 1, accuracy],
-        "loss": [1.5, 1.0, 0.25],
-    }
-    return Record(settings, "finished", curve, 60.0, ABOUT, MACHINE)
-
-
-RECORDS = [
-    record("sgd", 0.1, 0, 90.0),
-    record("sgd", 0.25, 0, 92.0),
-    record("sgd", 0.5, 0, None),
-    record("sgd", 0.25, 1, 90.0),
-    record("sgd", 0.25, 2, 92.0),
-    record("madgrad", 1e-4, 0, 93.0),
-    record("madgrad", 2.5e-4, 0, 91.0),
-    record("madgrad", 1e-4, 1, 93.5),
-    record("madgrad", 1e-4, 2, None),
-]
-
 
 def test_the_table_against_the_paper() -> None:
-    (experiment,) = report.experiments(RECORDS)
+    (experiment,) = report.experiments(CIFAR10_RECORDS)
     head, madgrad, sgd = report.table(experiment)
     assert head == [
         "method", "lr", "decay", "test accuracy, %", "test loss", "train loss", "seeds", "search",
@@ -79,6 +41,11 @@ def test_the_table_against_the_paper() -> None:
         (0.0123456, 0.00078, "", "0.01235 ± 0.00078"),
         (123.4, 25.0, "", "123 ± 25"),
         (5.0, 0.0, "", "5"),
+        (1e308, None, "%", "1e+308"),
+        (1.234567e9, 2.5e7, "", "1.235e+09 ± 2.5e+07"),
+        (0.0, float("inf"), "", "0 ± inf"),
+        (1.5e-12, 2.5e-13, "", "1.5e-12 ± 2.5e-13"),
+        (123456.0, 1234.0, "", "123456 ± 1234"),
     ],
 )
 def test_numbers(mean: float, error: float | None, unit: str, text: str) -> None:
@@ -86,14 +53,14 @@ def test_numbers(mean: float, error: float | None, unit: str, text: str) -> None
 
 
 def test_a_method_that_diverged_everywhere_keeps_its_row() -> None:
-    (experiment,) = report.experiments([*RECORDS[:3], record("adam", 0.1, 0, None)])
+    (experiment,) = report.experiments([*CIFAR10_RECORDS[:3], cifar10_record("adam", 0.1, 0, None)])
     adam = report.table(experiment)[2]
     assert adam[:6] == ["Adam", "–", "–", "–", "–", "–"]
     assert adam[7] == "1 runs, 1 diverged"
 
 
-def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
-    (experiment,) = report.experiments(RECORDS)
+def test_notes_say_how_settings_were_chosen_and_where_they_ran() -> None:
+    (experiment,) = report.experiments(CIFAR10_RECORDS)
     text = "\n".join(report.notes(experiment))
     for words in (
         "preset gpu: 3 epochs, batch 128, flat, on cpu",
@@ -105,10 +72,13 @@ def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
         "commit abc; 2026-01-02.",
     ):
         assert words in text
-    held = [replace(r, settings=replace(r.settings, hold_out=True)) for r in RECORDS[:3]]
-    (experiment,) = report.experiments([*held, *RECORDS[3:5]])
+    held = [replace(r, settings=replace(r.settings, hold_out=True)) for r in CIFAR10_RECORDS[:3]]
+    (experiment,) = report.experiments([*held, *CIFAR10_RECORDS[3:5]])
     assert "on a held-out part of the training set" in "\n".join(report.notes(experiment))
-    several = [*RECORDS, record("adam", 0.1, 0, 90.0, "sqrt:1")]  # the table names each then
+    several = [
+        *CIFAR10_RECORDS,
+        cifar10_record("adam", 0.1, 0, 90.0, "sqrt:1"),
+    ]  # then each row names its schedule
     (experiment,) = report.experiments(several)
     assert "3 epochs, batch 128, on cpu" in report.notes(experiment)[0]
     assert "SGD, flat" in [row[0] for row in report.table(experiment)]
@@ -116,7 +86,7 @@ def test_notes_say_how_it_was_chosen_and_where_it_ran() -> None:
 
 def test_rows_follow_the_papers_figures() -> None:
     methods = ("da", "adagrad-da", "adagrad", "sgd-plain")
-    both = [record(m, 0.1, 0, 50.0, s) for s in ("flat", "tenthing:1-2") for m in methods]
+    both = [cifar10_record(m, 0.1, 0, 50.0, s) for s in ("flat", "tenthing:1-2") for m in methods]
     (experiment,) = report.experiments(both)
     lines = figures.rows(experiment.summaries)
     assert [[s.entry for s in line] for line in lines] == [
@@ -126,39 +96,17 @@ def test_rows_follow_the_papers_figures() -> None:
     styles = figures.style(experiment.summaries)
     assert styles["da@flat"] == styles["da@tenthing:1-2"]  # a method keeps its colour
     assert len(set(styles.values())) == 4
-    decays = [record("sgd-plain", 0.1, 0, 50.0, f"sqrt:{b}") for b in (1, 10, 100)]
+    decays = [cifar10_record("sgd-plain", 0.1, 0, 50.0, f"sqrt:{b}") for b in (1, 10, 100)]
     (experiment,) = report.experiments(decays)
     assert len(figures.rows(experiment.summaries)) == 1
     assert len(set(figures.style(experiment.summaries).values())) == 3
     assert figures.names(experiment.summaries)["sgd-plain@sqrt:10"] == "SGD, no momentum, sqrt:10"
 
 
-class Page(HTMLParser):
-    """Tags, and every address a browser would ask for."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "link", "img", "br"):
-            self.open.append(tag)
-        for name, value in attributes:
-            if name in ("src", "href", "xlink:href", "data", "action"):
-                self.addresses.append(value or "")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "report"
-    report.write(RECORDS, folder, ["cubegrad compare cifar10 --preset gpu"])
+    report.write(CIFAR10_RECORDS, folder, ["cubegrad compare cifar10 --preset gpu"])
     return folder
 
 
@@ -215,37 +163,40 @@ def test_the_markdown_has_the_table_and_points_at_the_plots(written: Path) -> No
     assert "    cubegrad compare cifar10 --preset gpu" in text
 
 
-def test_a_new_report_takes_the_place_of_the_old_and_touches_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.plots
+def test_a_new_report_replaces_the_old_and_touches_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "report"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    report.write(RECORDS, folder)
+    report.write(CIFAR10_RECORDS, folder)
     first = (folder / "index.html").read_bytes()
-    report.write(RECORDS, folder)
+    report.write(CIFAR10_RECORDS, folder)
     assert (folder / "index.html").read_bytes() == first  # the same numbers, the same page
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.plots
 def test_several_problems_in_one_directory_are_kept_apart(tmp_path: Path) -> None:
-    other = [replace(r, settings=replace(r.settings, problem="other")) for r in RECORDS]
-    printed = report.write([*RECORDS, *other], tmp_path / "report")
+    other = [replace(r, settings=replace(r.settings, problem="other")) for r in CIFAR10_RECORDS]
+    printed = report.write([*CIFAR10_RECORDS, *other], tmp_path / "report")
     assert printed.count("MADGRAD") == 2
     assert (tmp_path / "report" / "other-gpu-curves.png").exists()
     assert (tmp_path / "report" / "cifar10-gpu-curves.png").exists()
 
 
-def test_nothing_to_report_is_told_of(tmp_path: Path) -> None:
+def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="has no finished run yet"):
         report.write([], tmp_path / "report")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.plots
 def test_a_lone_epoch_and_a_lone_method_can_be_drawn(tmp_path: Path) -> None:
-    lone = record("sgd", 0.1, 0, 90.0)
+    lone = cifar10_record("sgd", 0.1, 0, 90.0)
     curve = {name: values[:1] for name, values in lone.curve.items()}
     printed = report.write([replace(lone, curve=curve)], tmp_path / "report")
     assert "SGD" in printed
-    every = [record("adam", 0.1, 0, None)]
+    every = [cifar10_record("adam", 0.1, 0, None)]
     assert "Adam" in report.write(every, tmp_path / "lost")
 
 
@@ -264,7 +215,7 @@ def test_metrics_beside_the_main_one_are_in_the_table() -> None:
     assert report.table(experiment)[0][3:5] == [
         "test loss",
         "train loss",
-    ]  # as it was recorded once
+    ]  # older records name no other metrics
     (experiment,) = report.experiments([replace(plain, about={**about, "beside": ["bleu"]})])
     head, row = report.table(experiment)
     assert head[3:6] == ["test loss", "test bleu", "train loss"]
@@ -274,7 +225,7 @@ def test_metrics_beside_the_main_one_are_in_the_table() -> None:
 def test_the_plot_of_rates_shows_every_method() -> None:
     good, poor = [91.0, 92.0, 93.0, 10.0], [85.0, 80.0, 20.0]
     low, high = figures.visible([good, poor, []], higher_is_better=True)
-    # Of the seven the worst, 10, is left out; 20 is among the better three quarters.
+    # Of the seven values, 10 is the worst and left out; 20 is in the better three quarters.
     assert low == pytest.approx(20 - 0.08 * 73)
     assert high == pytest.approx(93 + 0.08 * 73)
     low, high = figures.visible([[1.0] * 8, [5.0, 6.0, 7.0]], higher_is_better=False)

@@ -1,4 +1,4 @@
-"""Reports of odd records: names, texts and numbers no page or plot expects; and two at once."""
+"""Reports of odd records: strange names, texts and numbers, and two reports at the same time."""
 
 import os
 import re
@@ -8,26 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_report import ABOUT, MACHINE, RECORDS, Page
+from html_page import Page
+from made_up_records import ABOUT, CIFAR10_RECORDS, MACHINE
 
 from cubegrad.study import StudyError, cli, commands, figures, report
 from cubegrad.study.records import Record, Runs, Settings, to_line
-from cubegrad.study.statistics import Estimate
 
 NASTY = "<script>alert(1)</script> & \"q\" $\\frac{$ | 'a'"
 
 
-def of(problem: str, records: Sequence[Record] = RECORDS, **settings: object) -> list[Record]:
+def records_of(
+    problem: str, records: Sequence[Record] = CIFAR10_RECORDS, **settings: object
+) -> list[Record]:
     changes = {"problem": problem, **settings}
     return [replace(one, settings=replace(one.settings, **changes)) for one in records]
 
 
-def numbered(lr: float, seed: int, train: Sequence[float], loss: Sequence[float]) -> Record:
+def record_of(lr: float, seed: int, train: Sequence[float], loss: Sequence[float]) -> Record:
     settings = Settings("odd", "cpu", 3, 8, "sgd", "flat", lr, 0.0, seed)
     curve: dict[str, list[float | None]] = {"train_loss": list(train), "loss": list(loss)}
     return Record(settings, "finished", curve, 1.0, {}, MACHINE)
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("name", ["{outside}/evil", "../evil", "../../evil"])
 @pytest.mark.parametrize("field", ["problem", "preset"])
 def test_a_name_of_a_record_is_never_a_path(
@@ -37,8 +40,8 @@ def test_a_name_of_a_record_is_never_a_path(
     outside.mkdir()
     runs.mkdir(parents=True)
     change = {field: name.format(outside=outside)}
-    evil = [replace(one, settings=replace(one.settings, **change)) for one in RECORDS]
-    lines = [to_line(one) for one in [*evil, *RECORDS]]
+    evil = [replace(one, settings=replace(one.settings, **change)) for one in CIFAR10_RECORDS]
+    lines = [to_line(one) for one in [*evil, *CIFAR10_RECORDS]]
     (runs / "records.jsonl").write_text("".join(lines))
     assert cli.main(["report", str(runs)]) == 0
     out, errors = capsys.readouterr()
@@ -51,17 +54,18 @@ def test_a_name_of_a_record_is_never_a_path(
 
 
 def test_plots_of_a_name_with_dots_and_spaces_have_its_name(tmp_path: Path) -> None:
-    report.write(of("my net1.5"), tmp_path / "report")
+    report.write(records_of("my net1.5"), tmp_path / "report")
     names = {path.name for path in (tmp_path / "report").glob("*.png")}
     assert names == {"my net1.5-gpu-curves.png", "my net1.5-gpu-lr.png"}
     text = (tmp_path / "report" / "report.md").read_text()
     assert "![curves](my%20net1.5-gpu-curves.png)" in text
 
 
+@pytest.mark.plots
 def test_two_lengths_of_one_problem_have_plots_of_their_own(tmp_path: Path) -> None:
-    longer = of("cifar10", epochs=30)
-    other = of("CIFAR10")  # one file, where the file system does not tell them apart
-    report.write([*RECORDS, *longer, *other], tmp_path / "report")
+    longer = records_of("cifar10", epochs=30)
+    other = records_of("CIFAR10")  # the same file on a file system that ignores case
+    report.write([*CIFAR10_RECORDS, *longer, *other], tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
     linked = re.findall(r"!\[curves\]\((.+?)\)", text)
     assert linked == [
@@ -70,12 +74,13 @@ def test_two_lengths_of_one_problem_have_plots_of_their_own(tmp_path: Path) -> N
     assert all((tmp_path / "report" / name).exists() for name in linked)
 
 
+@pytest.mark.plots
 @pytest.mark.filterwarnings("ignore:Glyph .* missing")
 def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
     about = {**ABOUT, "description": NASTY, "metric": NASTY, "unit": NASTY, "beside": ["x|y"]}
     machine = {**MACHINE, "kind": NASTY, "commit": "\ud800"}
     odd = []
-    for one in RECORDS:
+    for one in CIFAR10_RECORDS:
         curve = {NASTY if name == "accuracy" else name: v for name, v in one.curve.items()}
         settings = replace(one.settings, schedule=NASTY)
         odd.append(replace(one, settings=settings, about=about, machine=machine, curve=curve))
@@ -85,36 +90,37 @@ def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
     assert page.open == []
     svg = (tmp_path / "report" / "cifar10-gpu-curves.svg").read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp;" in svg
-    assert r"$\frac{$" in svg  # as it stands, and no formula
+    assert r"$\frac{$" in svg  # printed as text, not as a formula
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
 
 
-def test_a_record_that_says_nothing_of_its_problem_is_reported(tmp_path: Path) -> None:
-    bare = [replace(numbered(0.1, 0, [1.0], [2.0]), machine={})]
+def test_a_record_without_a_description_is_reported(tmp_path: Path) -> None:
+    bare = [replace(record_of(0.1, 0, [1.0], [2.0]), machine={})]
     assert "SGD" in report.write(bare, tmp_path / "report")
     assert "no date." in (tmp_path / "report" / "report.md").read_text()
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize(
     ("records", "cells"),
     [
-        ([numbered(0.1, 0, [1.0], [1e308])], ["1e+308", "1"]),
+        ([record_of(0.1, 0, [1.0], [1e308])], ["1e+308", "1"]),
         (
-            [numbered(0.1, s, [1e308] * 3, [v] * 3) for s, v in enumerate((1e308, 1.5e308))],
+            [record_of(0.1, s, [1e308] * 3, [v] * 3) for s, v in enumerate((1e308, 1.5e308))],
             ["1.25e+308 ± 5e+307", "1e+308"],
         ),
         (
-            [numbered(0.1, s, [1.0], [v]) for s, v in enumerate((-1.7e308, 1.7e308))],
+            [record_of(0.1, s, [1.0], [v]) for s, v in enumerate((-1.7e308, 1.7e308))],
             ["0 ± inf", "1"],
         ),
         (
-            [numbered(0.1, s, [5e-324] * 3, [v] * 3) for s, v in enumerate((1e-300, 3e-300))],
+            [record_of(0.1, s, [5e-324] * 3, [v] * 3) for s, v in enumerate((1e-300, 3e-300))],
             ["2e-300 ± 2e-300", "4.941e-324"],
         ),
-        ([numbered(0.1, 0, [-1.0, 0.0, -3.0], [-1.0, -2.0, -3.0])], ["-3", "-3"]),
-        ([numbered(0.1, 0, [0.0] * 3, [0.0] * 3)], ["0", "0"]),
+        ([record_of(0.1, 0, [-1.0, 0.0, -3.0], [-1.0, -2.0, -3.0])], ["-3", "-3"]),
+        ([record_of(0.1, 0, [0.0] * 3, [0.0] * 3)], ["0", "0"]),
     ],
     ids=["one", "two", "both signs", "tiny", "below zero", "zero"],
 )
@@ -128,32 +134,19 @@ def test_any_finite_number_can_be_reported(
     assert (tmp_path / "report" / "index.html").stat().st_size > 10_000
 
 
-def test_a_number_too_large_to_draw_leaves_the_others_to_be_seen(tmp_path: Path) -> None:
-    fine = [numbered(lr, 0, [3.0, 2.0, 1.0], [3.0, 2.0, 1.0 + lr]) for lr in (0.1, 0.2)]
-    wild = numbered(0.5, 0, [1e308, 2.0, 1e308], [1e300, 2.0, 1e308])
+@pytest.mark.plots
+def test_a_number_too_large_to_draw_does_not_hide_the_others(tmp_path: Path) -> None:
+    fine = [record_of(lr, 0, [3.0, 2.0, 1.0], [3.0, 2.0, 1.0 + lr]) for lr in (0.1, 0.2)]
+    wild = record_of(0.5, 0, [1e308, 2.0, 1e308], [1e300, 2.0, 1e308])
     (experiment,) = report.experiments([*fine, wild])
     assert experiment.summaries[0].best == (0.1, 0.0)
     report.write([*fine, wild], tmp_path / "report")
-    extreme = [numbered(lr, 0, [1.0], [1.0]) for lr in (5e-324, 1e-3, 1e308)]
+    extreme = [record_of(lr, 0, [1.0], [1.0]) for lr in (5e-324, 1e-3, 1e308)]
     report.write(extreme, tmp_path / "report")
 
 
-@pytest.mark.parametrize(
-    ("mean", "error", "unit", "text"),
-    [
-        (1e308, None, "%", "1e+308"),
-        (1.234567e9, 2.5e7, "", "1.235e+09 ± 2.5e+07"),
-        (0.0, float("inf"), "", "0 ± inf"),
-        (1.5e-12, 2.5e-13, "", "1.5e-12 ± 2.5e-13"),
-        (123456.0, 1234.0, "", "123456 ± 1234"),
-    ],
-)
-def test_numbers_far_from_one(mean: float, error: float | None, unit: str, text: str) -> None:
-    assert report.number(Estimate(mean, error, 3), unit) == text
-
-
 def test_seeds_with_other_metrics_are_reported_by_what_they_share(tmp_path: Path) -> None:
-    one, two = (numbered(0.1, seed, [2.0, 1.0], [4.0, 3.0]) for seed in (0, 1))
+    one, two = (record_of(0.1, seed, [2.0, 1.0], [4.0, 3.0]) for seed in (0, 1))
     two.curve["bleu"] = [30.0]
     one.curve["top5"], two.curve["top5"] = [1.0, 5.0], [7.0]  # not after each epoch
     (experiment,) = report.experiments([one, two])
@@ -163,7 +156,8 @@ def test_seeds_with_other_metrics_are_reported_by_what_they_share(tmp_path: Path
     assert "SGD" in report.write([one, two], tmp_path / "report")
 
 
-def test_a_report_made_meanwhile_harms_neither(
+@pytest.mark.plots
+def test_two_reports_at_the_same_time_do_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, save, inner = tmp_path / "report", figures.save, []
@@ -172,37 +166,38 @@ def test_a_report_made_meanwhile_harms_neither(
         save(figure, path)
         if not inner:
             inner.append(1)
-            inner.append(report.write(RECORDS, folder))
+            inner.append(report.write(CIFAR10_RECORDS, folder))
 
     monkeypatch.setattr(figures, "save", saving)
-    assert report.write(RECORDS, folder) == inner[1]
+    assert report.write(CIFAR10_RECORDS, folder) == inner[1]
     assert list(tmp_path.iterdir()) == [folder]
     assert len(list(folder.iterdir())) == 6
 
 
-def test_drafts_of_killed_reports_are_cleared_away(tmp_path: Path) -> None:
+def test_drafts_of_killed_reports_are_deleted(tmp_path: Path) -> None:
     for name, age in ((".report.old", 7200), (".report.now", 0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.html").touch()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    report.write(RECORDS, tmp_path / "report")
+    report.write(CIFAR10_RECORDS, tmp_path / "report")
     assert {path.name for path in tmp_path.iterdir()} == {"report", ".report.now"}
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("command", ["sweep", "compare"])
 def test_the_directory_is_held_until_its_report_is_there(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, write = [], report.write
+    written, write = [], report.write
 
     def writing(*arguments: object) -> str:
         with pytest.raises(StudyError, match="in use by another run"):
             Runs(tmp_path / "out").locked().__enter__()
-        asked.append(1)
+        written.append(1)
         return write(*arguments)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands.report, "write", writing)
     words = "toy_problem:problem --methods sgd --lr 0.1 --workers 1 --seeds 1 --out out"
     assert cli.main([command, *words.split()]) == 0
-    assert asked == [1]
+    assert written == [1]

@@ -1,4 +1,4 @@
-"""ResNet-50's size, and its function beside another library's."""
+"""The size of ResNet-50, and its output compared with another library's."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ LOSS = Judge("loss", False)
 
 
 def record(lr: float, seed: int, *accuracy: float, decay: float = 0.0, **more: object) -> Record:
-    """A run with these accuracies by epoch, losses of 1 minus a hundredth of them."""
+    """A run with these accuracies in %, and 1 minus them as its losses."""
     hold_out = bool(more.pop("hold_out", False))
     s = Settings("toy", "cpu", 2, 16, "madgrad", "flat", lr, decay, seed, hold_out)
     curve: dict[str, list[float | None]] = {

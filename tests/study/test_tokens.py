@@ -1,12 +1,14 @@
-"""Tokens and blocks: round trips, whole sentences, and a cache that is right or made again."""
+"""Tokens and blocks: round trips, whole sentences, and a cache that is remade when damaged."""
 
 import itertools
+import lzma
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from test_plain_text import lay
+from small_text import novels, write_texts
 
 from cubegrad.study import StudyError
 from cubegrad.study.data import tokens
@@ -15,29 +17,14 @@ from cubegrad.study.data.tokens import BEGIN, END, MASK, PAD, SPECIAL, UNKNOWN, 
 
 tokenizers = pytest.importorskip("tokenizers")
 
-WORDS = ("the cat", "a dog", "Anna", "naïve 猫", "the house", "</s>", "<mask> <unk>", "no one")
-
-
-def sentence(i):
-    parts = (WORDS[i % 8], ("sees", "hears", "likes")[i % 3], WORDS[i // 8 % 8], str(i % 17))
-    return f"Then {' '.join(parts)}."
-
-
-def text(documents=40, sentences=30):
-    """No two neighbouring sentences of which are alike."""
-    return "".join(
-        f"<|n{d}|>\n" + "".join(f"{sentence(31 * d + s)}\n" for s in range(sentences))
-        for d in range(documents)
-    )
-
 
 @pytest.fixture
 def texts(tmp_path):
-    lay(tmp_path / "novels", all=text())
+    write_texts(tmp_path / "novels", all=novels())
     return find(tmp_path, "novels")
 
 
-def spelt(made, ids):
+def decoded(made, ids):
     return tokenizers.Tokenizer.from_str(made.tokenizer).decode([int(i) - SPECIAL for i in ids])
 
 
@@ -47,7 +34,7 @@ def test_the_special_tokens_have_robertas_numbers():
 
 
 def test_blocks_are_whole_sentences_that_can_be_read_again(texts):
-    """Sentences, greedily packed here from their spelling, are the blocks that were made."""
+    """Each block ends with a sentence, and the next sentence would not have fitted."""
     made = tokens.tokenized(texts, 320, 64)
     assert made.vocabulary == 320
     for part in ("train", "valid", "test"):
@@ -60,7 +47,7 @@ def test_blocks_are_whole_sentences_that_can_be_read_again(texts):
         for start, end in itertools.pairwise(starts):
             assert 0 < end - start <= 63
             assert ids[end - 1] == END
-            if previous is not None:  # the block before had no room for this one's first sentence
+            if previous is not None:  # no room for this block's first sentence
                 first = start + list(ids[start:end]).index(END) + 1
                 assert first - previous > 63
             previous = start
@@ -68,7 +55,7 @@ def test_blocks_are_whole_sentences_that_can_be_read_again(texts):
         for one in ids:
             assert one == END or one >= SPECIAL
             if one == END:
-                seen.append(spelt(made, run))
+                seen.append(decoded(made, run))
                 run = []
             else:
                 run.append(one)
@@ -93,24 +80,26 @@ def test_packing_by_hand(sizes, starts):
 
 
 def test_a_sentence_longer_than_a_block_is_cut(tmp_path):
-    """Into blocks of 15 tokens, of which the last has room for the next sentence."""
+    """Into blocks of 15 tokens; the last one has room for the next sentence."""
     long = "".join(chr(ord("A") + (7 * i * i + i // 26) % 26) for i in range(40))
-    lay(tmp_path, train=f"{long}\nB\n", valid="C c c c c c c c c c\n", test="D d d d d d d d d d\n")
+    write_texts(
+        tmp_path, train=f"{long}\nB\n", valid="C c c c c c c c c c\n", test="D d d d d d d d d d\n"
+    )
     made = tokens.tokenized(find(tmp_path, "x"), 261, 16)
     train = made.parts["train"]
     assert train.starts.tolist() == [0, 15, 30, 43]
-    assert spelt(made, train.ids[:40]) == long
+    assert decoded(made, train.ids[:40]) == long
     assert [int(train.ids[40]), int(train.ids[42])] == [END, END]
-    assert spelt(made, train.ids[41:42]) == "B"
+    assert decoded(made, train.ids[41:42]) == "B"
 
 
 def test_training_the_vocabulary_repeats_itself_and_sees_no_test_text(texts, tmp_path):
     first = tokens.tokenized(texts, 400, 32)
     assert tokens.tokenized(texts, 400, 32).tokenizer == first.tokenizer
-    before, mark, rest = text().partition("<|n19|>")  # which is for the test
+    before, mark, rest = novels().partition("<|n19|>")  # a document of the test set
     changed, mark_after, after = rest.partition("<|n20|>")
     changed = changed.replace("sees", "zqxzqx")
-    lay(tmp_path / "other", all="".join([before, mark, changed, mark_after, after]))
+    write_texts(tmp_path / "other", all="".join([before, mark, changed, mark_after, after]))
     made = tokens.tokenized(find(tmp_path / "other", "novels"), 400, 32)
     assert made.tokenizer == first.tokenizer
     assert not np.array_equal(made.parts["test"].ids, first.parts["test"].ids)
@@ -127,7 +116,7 @@ def test_joined_parts_keep_their_blocks(texts):
     assert [both.ids[s:e].tolist() for s, e in itertools.pairwise(both.starts)] == blocks
 
 
-def same(one, other):
+def equal(one, other):
     return one.tokenizer == other.tokenizer and all(
         np.array_equal(one.parts[part].ids, other.parts[part].ids)
         and np.array_equal(one.parts[part].starts, other.parts[part].starts)
@@ -135,16 +124,16 @@ def same(one, other):
     )
 
 
-def test_tokens_are_made_once(texts, monkeypatch):
+def test_tokens_are_cached(texts, monkeypatch):
     made = tokens.corpus(texts, 320, 32)
     (kept,) = texts.place.glob("*.npz")
     monkeypatch.setattr(tokens, "tokenized", None)
-    assert same(tokens.corpus(texts, 320, 32), made)
+    assert equal(tokens.corpus(texts, 320, 32), made)
     assert sorted(path.name for path in texts.place.iterdir()) == ["all.txt", kept.name]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
-def test_a_damaged_file_of_tokens_is_made_again(texts, damage):
+def test_a_damaged_cache_is_remade(texts, damage):
     made = tokens.corpus(texts, 320, 32)
     (kept,) = texts.place.glob("*.npz")
     whole = kept.read_bytes()
@@ -152,19 +141,19 @@ def test_a_damaged_file_of_tokens_is_made_again(texts, damage):
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
     damaged = {"cut": whole[:-100], "flipped": flipped, "empty": b"", "other": b"x" * 999}
     kept.write_bytes(damaged[damage])
-    assert same(tokens.corpus(texts, 320, 32), made)
+    assert equal(tokens.corpus(texts, 320, 32), made)
     assert len(kept.read_bytes()) == len(whole)
 
 
 def test_other_text_and_other_sizes_have_other_files(texts):
     sums = {tokens.checksum(texts, 320, 32), tokens.checksum(texts, 321, 32)}
     sums.add(tokens.checksum(texts, 320, 64))
-    (texts.place / "all.txt").write_text(text() + "More.\n")
+    (texts.place / "all.txt").write_text(novels() + "More.\n")
     sums.add(tokens.checksum(texts, 320, 32))
     assert len(sums) == 4
 
 
-def test_beside_read_only_text_the_users_cache_serves(texts, tmp_path, monkeypatch):
+def test_the_users_cache_is_used_where_the_text_is_read_only(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save = tokens._save
 
@@ -177,7 +166,7 @@ def test_beside_read_only_text_the_users_cache_serves(texts, tmp_path, monkeypat
     made = tokens.corpus(texts, 320, 32)
     assert len(list((tmp_path / "cache" / "cubegrad").glob("*.npz"))) == 1
     assert [path.name for path in texts.place.iterdir()] == ["all.txt"]
-    assert same(tokens.corpus(texts, 320, 32), made)
+    assert equal(tokens.corpus(texts, 320, 32), made)
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_bytes(b"in the way")
     with pytest.raises(StudyError, match=r"can be kept neither in .* nor in .*XDG_CACHE_HOME"):
@@ -199,3 +188,23 @@ def test_a_write_that_fails_leaves_nothing(texts, monkeypatch):
 def test_a_vocabulary_has_limits(texts, vocabulary):
     with pytest.raises(StudyError, match=f"a vocabulary of {vocabulary} must be 261"):
         tokens.tokenized(texts, vocabulary, 32)
+
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_valid.txt.xz"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="WikiText-2 is not beside the checkout")
+def test_real_text_survives_the_round_trip(tmp_path):
+    (tmp_path / "train.txt.xz").symlink_to(REAL)
+    some = lzma.decompress(REAL.read_bytes()).splitlines(keepends=True)[:400]
+    for part in ("valid", "test"):
+        (tmp_path / f"{part}.txt").write_bytes(b"".join(some))
+    texts = find(tmp_path, "wikitext-2")
+    made = tokens.corpus(texts, 1024, 128)
+    part = made.parts["test"]
+    text = [sentence for name, _, sentence in texts.sentences() if name == "test"]
+    ends = (part.ids == END).nonzero()[0]
+    assert len(ends) == len(text) > 400
+    for index in range(1, len(text), 7):
+        ids = part.ids[ends[index - 1] + 1 : ends[index]]
+        assert decoded(made, ids) == text[index]

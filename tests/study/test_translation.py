@@ -1,10 +1,11 @@
-"""Parallel text as numbers: how much is taken, how it is cut, and batches composed by hand."""
+"""Parallel text as tokens: how much is used, how it is encoded, and its batches."""
 
 from itertools import chain
 
 import pytest
 import torch
-from small_translation import CPU, write_parts
+from small_runs import CPU
+from small_translation import write_parts
 
 from cubegrad.study import StudyError
 from cubegrad.study.data import translation
@@ -25,8 +26,8 @@ def test_batches_by_hand():
     assert [len(group) for group in cut] == [8, 8, 4]  # ten would fit, eight is a multiple of 8
     assert list(chain(*cut)) == list(range(20))
     few = translation.by_length(part_of(lengths), 20, torch.arange(20))
-    assert [len(group) for group in few] == [5, 5, 5, 5]  # less than 8 are no multiple
-    # The longer side counts: one target of 9 leaves room for two sentences of twenty tokens.
+    assert [len(group) for group in few] == [5, 5, 5, 5]  # fewer than 8 are not rounded
+    # The longer side counts: with a target of 9, two sentences fit into 20 tokens.
     mixed = [(2, 2), (3, 9), (3, 3), (2, 3), (5, 1)]
     cut = translation.by_length(part_of(mixed), 20, torch.tensor([4, 3, 2, 1, 0]))
     assert cut == [[0, 3, 2], [1, 4]]

@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU, for the steps that are captured in one."""
+"""CUDA graphs imitated on a CPU, for steps that are captured in one."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -9,14 +9,14 @@ from cubegrad.study import graphs
 
 
 class PretendGraph:
-    """A replay does the captured work again, into the same tensors."""
+    """Replays by doing the captured work again, into the same tensors."""
 
     def replay(self):
         self.again()
 
 
 def pretend_cuda(monkeypatch, model):
-    """Captures into PretendGraphs; returns a list of them."""
+    """Replace CUDA's graphs by PretendGraphs; returns the list of those captured from now on."""
     captures = []
     begin = graphs.Captured.__init__
 
@@ -34,12 +34,12 @@ def pretend_cuda(monkeypatch, model):
     @contextmanager
     def graph(made, stream):
         assert stream is not None
-        # Gradients from before would be added to, at every replay.
+        # Each replay would add to gradients that were there before.
         assert all(param.grad is None for param in model.parameters())
         kept = [buffer.clone() for buffer in model.buffers()]
         yield
         for buffer, value in zip(model.buffers(), kept, strict=True):
-            buffer.copy_(value)  # a capture runs nothing
+            buffer.copy_(value)  # a capture records kernels and runs none
         captures.append(made)
 
     def stream():

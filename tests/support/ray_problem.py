@@ -1,7 +1,8 @@
-"""The toy problem for the tests of the cluster: files in its data folder say how it is to behave.
+"""The toy problem for the tests of the cluster, controlled by files in its data folder.
 
-`sleep` holds the seconds of an epoch, `together` how many workers have to begin before one goes on;
-`torn`, `study-error`, `full`, `bug` and `die` make it fail; `log` gets a line for each epoch.
+`sleep` holds the seconds that an epoch takes, `together` the number of workers that must have
+started before one continues; `torn`, `study-error`, `full`, `bug` and `die` make it fail. Each
+epoch adds a line to `log`.
 """
 
 import os
@@ -27,18 +28,18 @@ def build(setup):
         if (setup.data / "bug").exists():
             raise ZeroDivisionError("a bug of the problem")
         if (setup.data / "die").exists():
-            os._exit(9)  # as when the system wants its memory back
-        with (setup.data / "log").open("a") as log:  # short lines of one write are whole
+            os._exit(9)  # as when the system runs out of memory
+        with (setup.data / "log").open("a") as log:  # one write of a short line is atomic
             log.write(f"{os.getpid()} {name} {epoch} {Path(__file__).resolve()}\n")
-        together(setup.data)
+        wait_for_others(setup.data)
         time.sleep(float((setup.data / "sleep").read_text()))
         return task.batches(epoch)
 
     return replace(task, batches=batches)
 
 
-def together(data):
-    """A slow machine may else give one worker all that another was meant to have."""
+def wait_for_others(data):
+    """On a slow machine one worker could otherwise do all the runs before another starts."""
     path, deadline = data / "together", time.monotonic() + 120
     wanted = int(path.read_text()) if path.exists() else 1
     while len({line.split()[0] for line in (data / "log").read_text().splitlines()}) < wanted:

@@ -3,28 +3,24 @@
 from dataclasses import replace
 
 import numpy as np
-import torch
 from PIL import Image
 
-from cubegrad.study import Setup
 from cubegrad.study.problems import imagenet
-from cubegrad.study.records import Settings
 
-CPU = torch.device("cpu")
 COLOURS = {"blue": (40, 60, 200), "green": (50, 190, 60), "red": (210, 50, 40)}
 TINY = {"stages": (1, 1), "width": 4, "side": 16, "short": 18}
 
 
 def photo(size=(40, 30), colour=(120, 120, 120), seed=0):
-    """Noise around a colour, with a bright corner that tells where a crop lies."""
+    """Noise around a colour, with a bright corner that shows where a crop was taken."""
     generator = np.random.default_rng(seed)
     pixels = np.clip(generator.normal(colour, 20, (size[1], size[0], 3)), 0, 255)
     pixels[: size[1] // 4, : size[0] // 4] = 255
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def lay(root, train=20, val=6, classes=COLOURS):
-    """root/train and root/val with these numbers of images a class; no val/ if it is 0."""
+def write_images(root, train=20, val=6, classes=COLOURS):
+    """Folders root/train and root/val with so many images of each class; no val/ if it is 0."""
     for part, count in (("train", train), ("val", val)):
         for label, name in enumerate(classes if count else ()):
             folder = root / part / name
@@ -38,20 +34,9 @@ def lay(root, train=20, val=6, classes=COLOURS):
 
 
 def small_problem(**options):
-    """On all the images there are, with a net of a few hundred weights."""
+    """The problem on all images of a folder, with a net of a few hundred weights."""
     problem = imagenet.problem()
     preset = problem.presets["cpu"]
     options = {**preset.options, **TINY, "train": None, "test": None, **options}
     preset = replace(preset, epochs=3, batch=16, options=options)
     return replace(problem, presets={"cpu": preset})
-
-
-def setup_of(problem, data, seed=0, hold_out=False):
-    return Setup(problem.presets["cpu"], seed, CPU, data, hold_out)
-
-
-def settings_of(problem, **other):
-    preset = problem.presets["cpu"]
-    lengths = {"epochs": preset.epochs, "batch": preset.batch, "schedule": "flat"}
-    setting = {"method": "madgrad", "lr": 0.01, "decay": 0.0, "seed": 0}
-    return Settings("imagenet", "cpu", **{**lengths, **setting, **other})

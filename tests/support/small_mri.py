@@ -11,7 +11,7 @@ SMALL = {"network": (1, 4, 2, 2, 1), "low": 4}
 
 
 def discs(count, side, seed=0):
-    """A disc a slice, in two shades."""
+    """Slices of one disc each, in two shades."""
     generator = np.random.default_rng(seed)
     y, x = np.mgrid[:side, :side] / side - 0.5
     slices = []
@@ -22,8 +22,8 @@ def discs(count, side, seed=0):
     return np.array(slices, np.uint8)
 
 
-def lay_slices(data, slices=None, lines=None):
-    """Six subjects, two volumes each, two slices a volume, unless told otherwise."""
+def write_slices(data, slices=None, lines=None):
+    """By default six subjects with two volumes each, of two slices each."""
     folder = data / "mr-slices"
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"head{subject}/ax{axis}" for subject in range(6) for axis in (0, 1) for _ in "ab"]
@@ -33,15 +33,15 @@ def lay_slices(data, slices=None, lines=None):
 
 
 def rss(kspace):
-    """In numpy: the root sum of squares of each slice's coil images."""
+    """The root sum of squares of each slice's coil images, in numpy."""
     axes = (-2, -1)
     images = np.fft.ifft2(np.fft.ifftshift(kspace, axes), norm="ortho")
     return np.sqrt((np.abs(np.fft.fftshift(images, axes)) ** 2).sum(-3))
 
 
-def volume(path, slices=2, coils=3, height=40, width=36, crop=32, seed=0, **other):
-    """A file as fastMRI gives it out; `other` takes the place of what is in it, None leaves out."""
-    h5py = pytest.importorskip("h5py")  # the tests on a GPU need it not
+def write_volume(path, slices=2, coils=3, height=40, width=36, crop=32, seed=0, **other):
+    """A file in fastMRI's format; `other` replaces parts of it, and None leaves them out."""
+    h5py = pytest.importorskip("h5py")  # not needed by the tests on a GPU
     generator = np.random.default_rng(seed)
     images = discs(slices, height, seed)[:, None, :, :width] / 255.0
     coil_phases = np.exp(1j * generator.uniform(0, 6, (1, coils, 1, 1)))
@@ -63,12 +63,12 @@ def volume(path, slices=2, coils=3, height=40, width=36, crop=32, seed=0, **othe
     return kspace, target
 
 
-def lay_volumes(data):
-    """Three volumes to train with, of two shapes, and one to test with."""
-    volume(data / "multicoil_train" / "file1.h5", seed=1)
-    volume(data / "multicoil_train" / "file2.h5", seed=2, height=48, width=40, coils=2)
-    volume(data / "multicoil_train" / "file3.h5", seed=3, slices=1)
-    volume(data / "multicoil_val" / "file4.h5", seed=4)
+def write_volumes(data):
+    """Three volumes for training, of two shapes, and one for testing."""
+    write_volume(data / "multicoil_train" / "file1.h5", seed=1)
+    write_volume(data / "multicoil_train" / "file2.h5", seed=2, height=48, width=40, coils=2)
+    write_volume(data / "multicoil_train" / "file3.h5", seed=3, slices=1)
+    write_volume(data / "multicoil_val" / "file4.h5", seed=4)
 
 
 def small_problem(kind="slices"):

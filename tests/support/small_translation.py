@@ -3,19 +3,14 @@
 import random
 from dataclasses import replace
 
-import torch
-
-from cubegrad.study import Setup
 from cubegrad.study.problems import iwslt14
-from cubegrad.study.records import Settings
 
-CPU = torch.device("cpu")
 GERMAN = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
 ENGLISH = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def sentences(count, seed):
-    """German and English lines: two to five numbers."""
+    """German lines and English ones, of two to five numbers each."""
     source = random.Random(seed)
     digits = [source.choices(range(10), k=source.randint(2, 5)) for _ in range(count)]
     return tuple(
@@ -24,7 +19,7 @@ def sentences(count, seed):
 
 
 def write_parts(folder, counts=(400, 40, 48)):
-    """As fairseq's script lays them out."""
+    """Files as fairseq's script names them."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (part, count) in enumerate(zip(("train", "valid", "test"), counts, strict=True)):
         for suffix, lines in zip((".de", ".en"), sentences(count, seed), strict=True):
@@ -37,14 +32,3 @@ def small_problem(**changed):
     options |= {"test": 0, "merges": 40, "width": 16, "steps": 15, "bleu": 20, **changed}
     preset = replace(problem.presets["cpu"], epochs=3, batch=128, options=options)
     return replace(problem, presets={"cpu": preset})
-
-
-def setup_of(problem, data, seed=0, device=CPU, hold_out=False):
-    return Setup(problem.presets["cpu"], seed, device, data, hold_out)
-
-
-def settings_of(problem, **other):
-    preset = problem.presets["cpu"]
-    lengths = {"epochs": preset.epochs, "batch": preset.batch, "schedule": "inverse-sqrt:5"}
-    setting = {"method": "madgrad", "lr": 0.01, "decay": 0.0, "seed": 0}
-    return Settings("iwslt14", "cpu", **{**lengths, **setting, **other})

@@ -1,4 +1,4 @@
-"""A problem of milliseconds for the tests of the study; a few environment variables make it odd."""
+"""A problem that takes milliseconds; TOY_DIE makes it exit, TOY_SLEEP slows each epoch down."""
 
 import os
 import time
@@ -19,7 +19,7 @@ def build(setup):
 
     def batches(epoch):
         if os.environ.get("TOY_DIE"):
-            os._exit(9)  # as when the system wants its memory back
+            os._exit(9)  # as when the system runs out of memory
         time.sleep(float(os.environ.get("TOY_SLEEP", "0")))
         generator = torch.Generator().manual_seed(1000 * setup.seed + epoch)
         yield from torch.randperm(n, generator=generator).split(setup.preset.batch)

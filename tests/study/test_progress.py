@@ -1,0 +1,50 @@
+"""The progress of a sweep: a bar in a terminal, plain lines in a log."""
+
+import time
+from io import StringIO
+
+import pytest
+import toy_problem
+from small_runs import settings_of
+
+from cubegrad.study.progress import Progress, duration
+from cubegrad.study.records import Record
+
+
+def test_progress_in_a_log_is_plain_lines_with_the_time_left() -> None:
+    stream = StringIO()
+    progress = Progress(stream, every=0.0)
+    progress.add(2, 20)
+    progress.epochs(5)
+    time.sleep(0.01)
+    progress.epochs(5)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "0/2 runs, 5/20 epochs, 0:00 gone, unknown time left"
+    assert lines[1].startswith("0/2 runs, 10/20 epochs, 0:00 gone, about 0:00 left")
+    assert "\r" not in stream.getvalue()
+
+
+def test_progress_in_a_terminal_is_a_bar() -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = Progress(stream)
+    progress.add(1, 4)
+    progress.epochs(2)
+    curve: dict[str, list[float | None]] = {"train_loss": [0.5], "loss": [0.25]}
+    progress.finished(Record(settings_of(toy_problem.problem()), "finished", curve, 0.0), "loss")
+    progress.say("a word")
+    progress.close()
+    text = stream.getvalue()
+    assert "2/4" in text
+    assert "loss 0.25" in text
+    assert "a word\n" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
