@@ -1,4 +1,4 @@
-"""Where optimizers that were pickled whole before version 0.2 look for their classes."""
+"""Where optimizers that were pickled whole by older versions look for their classes."""
 
 from cubegrad.optim import MADGRAD, MirrorMADGRAD
 

@@ -78,6 +78,16 @@ def test_a_constant_schedule_equals_the_number(variant):
 
 
 @each_variant
+def test_a_state_that_is_a_plain_tuple_is_taken(variant):
+    """As a checkpoint that was saved without its classes is restored."""
+    tx = VARIANTS[variant]()
+    state = tx.init(PARAMS)
+    expected, plain = tx.update(GRADS, state, PARAMS), tx.update(GRADS, tuple(state), PARAMS)
+    assert jax.tree.all(jax.tree.map(same_bits, plain, expected))
+    assert type(plain[1]) is type(state)
+
+
+@each_variant
 def test_params_are_required(variant):
     tx = VARIANTS[variant]()
     with pytest.raises(ValueError, match="params=None"):

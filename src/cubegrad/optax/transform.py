@@ -68,6 +68,7 @@ def transformation(
             raise ValueError(
                 "params=None, but a step needs them; call update(grads, state, params)"
             )
+        state = state_type(*state)  # a checkpoint may restore a plain tuple
         leaves = _leaves(settings.mask, params, updates, {n: getattr(state, n) for n in names})
         now = settings.at(state.count)
         h, fields = _hyper(now), {}

@@ -62,6 +62,14 @@ def _at(address, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _load(address, offsets, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """A block, and where it lies."""
+    at = _at(address, offsets, dtype, ALIGNED)
+    # Nothing is read twice, so the first-level cache is passed by: 0.5 % of a step.
+    return tl.load(at, mask, cache_modifier=".cg"), at
+
+
+@triton.jit
 def _update_madgrad(
     p_at, g_at, s_at, v_at, x0_at, left, weight, momentum, shrink, eps, decay, sign,
     agreement, product, roots,
@@ -75,42 +83,39 @@ def _update_madgrad(
     """
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
-    p_at = _at(p_at, offsets, P, WHOLE)
-    g_at = _at(g_at, offsets, G, WHOLE)
-    s_at = _at(s_at, offsets, S, WHOLE)
-    v_at = _at(v_at, offsets, S, WHOLE)
-    # Nothing is read twice, so the first-level cache is passed by: 0.5 % of a step.
-    p = tl.load(p_at, mask, cache_modifier=".cg").to(S)
-    loss_g = tl.load(g_at, mask, cache_modifier=".cg").to(S) * sign
+    p, p_at = _load(p_at, offsets, mask, P, WHOLE)
+    g, g_at = _load(g_at, offsets, mask, G, WHOLE)
+    p, loss_g = p.to(S), g.to(S) * sign
     g = loss_g + p * decay
-    old_s = tl.load(s_at, mask, cache_modifier=".cg")
-    old_v = tl.load(v_at, mask, cache_modifier=".cg")
+    old_s, s_at = _load(s_at, offsets, mask, S, WHOLE)
+    old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
     x = p * shrink
     s = old_s * shrink + g * weight  # s_{k+1} = s_k + λ_k g_k
     v = old_v + g * weight * g  # ν_{k+1} = ν_k + λ_k g_k²
     tl.store(s_at, s, mask)
     tl.store(v_at, v, mask)
-    root = cbrt(v)
-    u = _over(s, root, eps)  # s_{k+1} / (∛ν_{k+1} + ε)
     if CENTRED:
-        x0_at = _at(x0_at, offsets, S, WHOLE)
-        x0 = tl.load(x0_at, mask, cache_modifier=".cg")
+        x0, x0_at = _load(x0_at, offsets, mask, S, WHOLE)
         away = x0 - p
-        x0 = x0 * shrink
-        if shrink != 1:
-            tl.store(x0_at, x0, mask)
-        z = x0 - u  # z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
-        x = x - (x - z) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
     else:
         away = _displacement(old_s, old_v, eps)
-        x = x - (u - away * shrink)  # x_{k+1} = z_{k+1}
-    tl.store(p_at, x.to(P), mask)
+    root = cbrt(v)
+    u = _over(s, root, eps)  # s_{k+1} / (∛ν_{k+1} + ε)
     if SUMS:
         # A coordinate whose ν is no longer finite is left out.
         finite = root < float("inf") if WHOLE else mask & (root < float("inf"))
         agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
         product += _pieces(s * u, finite, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
         roots += _pieces(root, finite, BLOCK)  # ∛ν_{k+1}
+    if CENTRED:
+        x0 = x0 * shrink
+        if shrink != 1:
+            tl.store(x0_at, x0, mask)
+        z = x0 - u  # z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
+        x = x - (x - z) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
+    else:
+        x = x - (u - away * shrink)  # x_{k+1} = z_{k+1}
+    tl.store(p_at, x.to(P), mask)
     return agreement, product, roots
 
 
@@ -122,17 +127,16 @@ def _update_mirror(
     """One block of the mirror form; `weight` is γ (k+1)^{1/3}, `fade` √(k/(k+1))."""
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
-    p_at = _at(p_at, offsets, P, WHOLE)
-    g_at = _at(g_at, offsets, G, WHOLE)
-    v_at = _at(v_at, offsets, S, WHOLE)
-    z_at = _at(z_at, offsets, S, WHOLE)
-    p = tl.load(p_at, mask, cache_modifier=".cg").to(S)
-    g = tl.load(g_at, mask, cache_modifier=".cg").to(S) * sign + p * decay
-    v = tl.load(v_at, mask, cache_modifier=".cg") * fade + g * g  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
-    move = _displacement(g * weight, v, eps)
-    # z_{k+1} = z_k - γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
-    z = tl.load(z_at, mask, cache_modifier=".cg") * shrink - (move + 0.0)
+    p, p_at = _load(p_at, offsets, mask, P, WHOLE)
+    g, g_at = _load(g_at, offsets, mask, G, WHOLE)
+    p = p.to(S)
+    g = g.to(S) * sign + p * decay
+    old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
+    old_z, z_at = _load(z_at, offsets, mask, S, WHOLE)
     x = p * shrink
+    v = old_v * fade + g * g  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
+    move = _displacement(g * weight, v, eps)
+    z = old_z * shrink - (move + 0.0)  # z_{k+1} = z_k - γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
     x = x - (x - z) * (1 - momentum)
     tl.store(v_at, v, mask)
     tl.store(z_at, z, mask)
