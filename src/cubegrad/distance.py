@@ -4,7 +4,7 @@ A step adds three sums over all coordinates (`step_sums`). From their history fo
 on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
 gradient the learning rate (`learning_rate`). docs/algorithm.md derives all of it.
 
-`xp` brings the functions that array libraries spell differently, as in rule.py, and besides:
+`xp` brings the functions that array libraries spell differently, as in rule.py, and more:
 `xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite;
 and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)` the root, and
 `xp.where(c, a, b)` is a if c, else b.

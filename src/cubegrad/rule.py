@@ -74,9 +74,9 @@ def madgrad(
     Without `initial_param` c is 1: then x is z, and z_{k+1} is x_k moved by the change of the
     displacement, so x_0 need not be kept.
 
-    Decoupled decay multiplies x_k, x_0 and s_k, and with the last two z_k, by h.shrink. Were
-    x alone shrunk, the averaging would pull it back to z; were x_0 alone moved to shrink z,
-    the undiminished s_k would bring the decayed distance back whenever ν grows.
+    Decoupled decay multiplies x_k, x_0 and s_k by h.shrink, and so z_k. If it shrank x alone, the
+    averaging would pull x back to z. If it shrank z by moving x_0 alone, s_k would bring the
+    decayed distance back whenever ν grows.
     """
     grad = effective_gradient(h, param, grad)
     param = shrunk(h, param)

@@ -19,7 +19,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """The shard that this process holds; a tensor that is not sharded as it is.
+    """The shard that this process holds; a plain tensor is returned unchanged.
 
     The very object: `to_local` makes a new view each time, and a repeated step has to know whether
     the shard is still the same.
@@ -114,7 +114,7 @@ class ShardGradients:
             if grad is None or param._local_tensor is not shard or not same_placement(grad, param):
                 continue
             grad = grad._local_tensor
-            # Torch refuses others, and a collective still under way is no plain tensor yet.
+            # Torch refuses others; the result of a collective under way is not a plain tensor yet.
             if type(grad) is Tensor and (grad.dtype, grad.shape) == (shard.dtype, shard.shape):
                 shard.grad = grad
 

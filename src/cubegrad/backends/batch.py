@@ -35,8 +35,8 @@ class Batch(NamedTuple):
 
     layout: Layout
     rows: list[Row]
-    sharded_over: ShardedOver = None  # told apart only where lr="auto" adds up sums
-    spans: list[Spans] | None = None  # where each row lies, once a fused backend has checked it
+    sharded_over: ShardedOver = None  # set only where lr="auto" adds up sums
+    spans: list[Spans] | None = None  # the memory of each row, once a fused backend has checked it
 
     @property
     def params(self) -> list[Tensor]:
@@ -71,7 +71,7 @@ class Backend(Protocol):
     def step(self, batch: Batch, h: Hyper) -> Launch | None:
         """Update parameters, buffers and step counts in place, and nothing else.
 
-        Returns what can be repeated as it is while the tensors stay where they are, if anything.
+        Returns the launch, if it can be repeated while the tensors stay where they are.
         """
 
 

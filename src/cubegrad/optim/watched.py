@@ -118,7 +118,7 @@ class Watched(dict[str, Any]):
         """Whether nobody but the optimizer can reach these tensors or their storages."""
         entries = set(map(id, dict.values(self)))
         if not all(id(tensor) in entries for tensor in self.tensors):
-            return False  # they are shards, which whoever holds the entry can reach
+            return False  # they are shards, reachable through the entry
         return _storage_uses is not None and set(_reference_counts(self.tensors)) == {
             PRIVATE_COUNTS
         }

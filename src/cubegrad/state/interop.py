@@ -30,11 +30,11 @@ KNOWN = {*NAMES, "step"}
 def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn another package's state dict into one for MADGRAD, or MirrorMADGRAD if it was that.
 
-    The run then goes on as it would have there, but for three things. Decoupled decay becomes
-    cubegrad's, with a warning. A scheduler that writes lr afresh has to add eps itself. Steps
-    are counted per parameter, as in timm; madgrad and pytorch_optimizer have one count for all,
-    and a parameter that is without a gradient from here on falls behind theirs. No package
-    saves maximize: build the new optimizer with it. What a wrapper has added stays as it is.
+    The run then continues as it would have there, with three exceptions. Decoupled decay becomes
+    cubegrad's, with a warning. A scheduler that overwrites lr has to add eps itself. Steps are
+    counted per parameter, as in timm; madgrad and pytorch_optimizer have one count for all, so a
+    parameter that misses a gradient falls behind their count. No package saves maximize: build
+    the new optimizer with it. Entries that a wrapper has added stay as they are.
     """
     groups, state = _parts(state_dict)
     package = _package(groups, "k" in state)

@@ -13,10 +13,10 @@ WHOLE = "load what state_dict() returned, whole"
 
 
 def plain(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """With plain dicts, which `torch.load(weights_only=True)` reads; in place.
+    """Make the state's dicts plain, which `torch.load(weights_only=True)` reads; in place.
 
-    A wrapper or a hook may have put something else beside the parameters' state, or have made
-    something else of the whole.
+    Entries that a wrapper or a hook has added stay as they are, and so does a state dict that a
+    hook has replaced by something else.
     """
     if isinstance(state_dict, dict) and isinstance(state_dict.get("state"), dict):
         state_dict["state"] = {
@@ -27,7 +27,7 @@ def plain(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts(state_dict: Any) -> tuple[list[Group], dict[Any, Any]]:
-    """The groups and the state of a state dict, with types that can be relied on."""
+    """The groups and the state of a state dict, with their types checked."""
     if not isinstance(state_dict, dict):
         raise ValueError(
             f"the state dict is of type {type(state_dict).__name__}, not a dict; {WHOLE}"
@@ -80,7 +80,7 @@ def owners(groups: list[Group], saved: list[Group]) -> dict[Any, tuple[Tensor, G
 
 
 def shared(state: dict[Any, Any], known: Container[Any], mark: str) -> dict[str, Any]:
-    """State that belongs to no parameter: a wrapper or a hook keeps it under a name of its own.
+    """A copy of the state that belongs to no parameter: that of a wrapper or a hook, under its name.
 
     `mark` is an entry that the state of every parameter has.
     """
@@ -95,9 +95,9 @@ def shared(state: dict[Any, Any], known: Container[Any], mark: str) -> dict[str,
 
 
 def entries(key: Any, values: Any) -> dict[str, Any]:
-    """A parameter's state without the places that are empty.
+    """A parameter's state without empty entries.
 
-    A flattened checkpoint has an empty dict for what one parameter has and another has not.
+    A flattened checkpoint has an empty dict where a parameter lacks an entry that others have.
     """
     if not isinstance(values, dict):
         raise ValueError(
@@ -127,7 +127,7 @@ def carried(value: Any, param: Tensor) -> Any:
 
 
 def number(what: str, value: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One number as a tensor without dimensions, on the device where it lies."""
+    """The value as a tensor without dimensions, on its device."""
     try:
         return torch.as_tensor(value, dtype=dtype).detach().reshape(())
     except (TypeError, ValueError, RuntimeError) as error:
@@ -135,7 +135,7 @@ def number(what: str, value: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def buffer(what: str, value: Any, param: Tensor) -> Tensor:
-    """The value as it is, if it is a tensor like its parameter."""
+    """The value itself, checked to be a tensor like its parameter."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is of type {type(value).__name__}, not a tensor; {WHOLE}")
     if value.layout != torch.strided:
@@ -158,10 +158,10 @@ class _Check(NamedTuple):
 
 
 class Checks:
-    """Numbers that are compared with their limits at the end, with one wait for each device.
+    """Limits on numbers, checked all together at the end with one wait for each device.
 
-    By then a process has taken part in all communication, so one that refuses its shards leaves
-    no other waiting for it.
+    By then every process has taken part in all communication, so a process that refuses its shards
+    leaves no other waiting.
     """
 
     def __init__(self) -> None:

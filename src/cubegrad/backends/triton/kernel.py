@@ -63,9 +63,9 @@ def _at(address, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load(address, offsets, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """A block, and where it lies."""
+    """A block and its addresses."""
     at = _at(address, offsets, dtype, ALIGNED)
-    # Nothing is read twice, so the first-level cache is passed by: 0.5 % of a step.
+    # Nothing is read twice, so the first-level cache is bypassed: 0.5 % of a step.
     return tl.load(at, mask, cache_modifier=".cg"), at
 
 

@@ -45,7 +45,7 @@ DTYPES = {
 }
 
 
-# What captured graphs read, kept for ever: nobody tells us when a graph is replayed last.
+# What captured graphs read. It is never freed: we cannot know which replay is the last.
 CAPTURED: list[Any] = []
 
 
@@ -70,7 +70,7 @@ class Launch:
         units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
-        if capturing():  # each replay uploads the tables anew
+        if capturing():  # each replay uploads the tables again
             CAPTURED.append((self, batch, rows, units))
         self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
         self.programs = len(units)
