@@ -80,7 +80,7 @@ def owners(groups: list[Group], saved: list[Group]) -> dict[Any, tuple[Tensor, G
 
 
 def shared(state: dict[Any, Any], known: Container[Any], mark: str) -> dict[str, Any]:
-    """A copy of the state that belongs to no parameter: that of a wrapper or a hook, under its name.
+    """A copy of the state that belongs to no parameter: that of a wrapper or a hook.
 
     `mark` is an entry that the state of every parameter has.
     """
