@@ -15,9 +15,11 @@ from cubegrad import sharding
 from cubegrad.backends.batch import Batch, Launch, Member, capturing
 from cubegrad.backends.native import tensors
 from cubegrad.optim.watched import Journal, watch
+from cubegrad.state import layout
 
 Group = dict[str, Any]
 
+FLAGS = ("foreach", "fused", "differentiable")  # they decide which backend runs
 NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 
@@ -65,7 +67,9 @@ class Prepared:
         own: dict[Tensor, list[Tensor]],
         journal: Journal,
     ) -> None:
-        self.choice = _choice(group)
+        self.flags = [group[name] for name in FLAGS]
+        self.has_momentum = layout.has_momentum(group["momentum"])
+        self.eps = group["eps"]
         self.params = list(group["params"])
         self.idle = [param for param in self.params if param not in own]
         self.parts = parts
@@ -74,8 +78,11 @@ class Prepared:
 
     def tables(self, group: Group) -> list[Any] | None:
         """One for each part; None if the group cannot be stepped as it was."""
-        if self.choice != _choice(group):
+        has_momentum = layout.has_momentum(group["momentum"])
+        if [group[name] for name in FLAGS] != self.flags or has_momentum != self.has_momentum:
             return None
+        if not has_momentum and group["eps"] != self.eps:
+            return None  # without x_0 the weights belong to the eps they were reached with
         if not tensors.same_objects(self.params, list(group["params"])):
             return None
         if any(param.grad is not None for param in self.idle):
@@ -114,7 +121,7 @@ def prepare(
         owners[row.param] = owner
     parts = []
     shards = sharding.ShardGradients(list(own))
-    with shards:
+    with shards if shards.pairs else NOTHING:
         for batch, launch in zip(batches, launches, strict=True):
             if launch is None or any(row.param not in owners for row in batch.rows):
                 return None  # copies were stepped, or real views of complex numbers
@@ -123,15 +130,6 @@ def prepare(
                 return None
             parts.append(part)
     return Prepared(group, parts, shards, own, watch(state, own))
-
-
-def _choice(group: Group) -> tuple[Any, ...]:
-    """The options that decide which backend runs on which buffers."""
-    momentum = group["momentum"]
-    varies = isinstance(momentum, Tensor) or momentum != 0
-    # Without x_0 the weights belong to the eps they were reached with.
-    eps = None if varies else group["eps"]
-    return group["foreach"], group["fused"], group["differentiable"], varies, eps
 
 
 class Repeats:

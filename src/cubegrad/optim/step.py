@@ -156,8 +156,8 @@ def gather(
     With `alike` all keep x_0 as soon as one does.
     """
     _recover_at_last_eps(optimizer, group)
-    method, momentum = optimizer._method, group["momentum"]
-    count_on_device = fused or group["capturable"] or group["auto_lr"]
+    method, momentum = optimizer._method, layout.has_momentum(group["momentum"])
+    count_on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
     full = layout.full(method)
     everywhere = alike and any(

@@ -117,7 +117,7 @@ def _state(
         return state
     held = _checked_layout(method, key, group, values)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
-    state |= held.fresh(param.detach(), group["capturable"])
+    state |= held.fresh(param.detach(), layout.counts_on_device(group, fused=False))
     state["step"].copy_(step)
     for name in held.buffers:
         value = state_dicts.buffer(f"{name} of parameter {key!r}", values[name], param)
@@ -139,7 +139,7 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
             f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
             f"may be missing): {remedy}"
         )
-    if held != layout.full(method) and _has_momentum(group):
+    if held != layout.full(method) and layout.has_momentum(group["momentum"]):
         raise ValueError(
             f"the state of parameter {key!r} has no initial_param, which its group's "
             f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
@@ -147,11 +147,6 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
             f"{state_dicts.WHOLE}"
         )
     return held
-
-
-def _has_momentum(group: Group) -> bool:
-    """A tensor counts whatever its value is: it may change without our seeing it."""
-    return isinstance(group["momentum"], Tensor) or group["momentum"] != 0
 
 
 def lacking_initial_param(
@@ -171,5 +166,5 @@ def lacking_initial_param(
             own, entries = state.get(param), packed_state.get(key)
             held = layout.held(method, own) if isinstance(own, dict) else None
             lacks = held is not None and held != layout.full(method)
-            if lacks and isinstance(entries, dict) and _has_momentum(group):
+            if lacks and isinstance(entries, dict) and layout.has_momentum(group["momentum"]):
                 yield param, entries, group["last_eps"]

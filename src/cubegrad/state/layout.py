@@ -57,15 +57,18 @@ def required(method: str) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(layout.buffers) for layout in LAYOUTS[method]))
 
 
-def needed(method: str, momentum: float | Tensor, param: Tensor) -> Layout:
-    """The smallest layout for this parameter at this momentum.
+def has_momentum(momentum: float | Tensor) -> bool:
+    """A tensor counts whatever its value is: it may change without our seeing it."""
+    return isinstance(momentum, Tensor) or momentum != 0
 
-    Without momentum x is z, so x_0 can be recovered from x and the sums. Not if x is rounded more
-    coarsely than the sums: then moves below x's last place would be lost for good. A momentum that
-    is a tensor may change without our seeing it.
+
+def needed(method: str, momentum: bool, param: Tensor) -> Layout:
+    """The smallest layout for this parameter in a step with or without momentum.
+
+    Without it x is z, so x_0 can be recovered from x and the sums. Not if x is rounded more
+    coarsely than the sums: then moves below x's last place would be lost for good.
     """
-    varies = isinstance(momentum, Tensor) or momentum != 0
-    if varies or state_dtype(param) != param.dtype:
+    if momentum or state_dtype(param) != param.dtype:
         return LAYOUTS[method][0]
     return LAYOUTS[method][-1]
 
@@ -83,8 +86,13 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
 
 
+def counts_on_device(group: dict[str, Any], fused: bool) -> bool:
+    """Whether the step counts are on the parameters' device: a kernel or a graph reads them."""
+    return bool(fused or group["capturable"] or group["auto_lr"])
+
+
 def counter(param: Tensor, on_device: bool) -> Tensor:
-    """k = 0, as torch.optim keeps `step`: on the host unless a graph must be able to hold it."""
+    """k = 0, as torch.optim keeps `step`: on the host unless it has to be on the device."""
     return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
 
 
