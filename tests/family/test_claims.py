@@ -121,6 +121,7 @@ SEEDS = 9
 TRAINED = 0.15  # a factor of 1.8 or more from every median measured at the origin; chance is ln 2
 
 
+@pytest.mark.training
 @pytest.mark.parametrize(
     ("method", "lr", "trains"), [(family.AdaGradDA, 1e-2, False), (family.MADGRAD, 0.1, True)]
 )
@@ -144,6 +145,7 @@ def test_centred_at_the_origin_a_network_trains_badly_unless_lr_is_large(method,
     assert (medians["origin"] < TRAINED) == trains
 
 
+@pytest.mark.training
 def test_centred_at_the_origin_madgrad_stays_at_the_saddle_with_a_small_lr():
     """20 seeds, three instruction sets: within 4e-4 of ln 2; centred at x_0 all end below 0.06."""
     for seed in range(5):

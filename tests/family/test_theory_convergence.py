@@ -192,6 +192,7 @@ def test_adagrads_bound_holds_with_the_corrected_lr():
         x = x + (z - x) / (k + 2)  # c_{k+1} = 1/(k+2)
 
 
+@pytest.mark.training
 @given(
     problem=convex.problems(rows=(2, 12), scales=[0.1, 1.0, 10.0], penalties=[0.05, 0.2]),
     seed=st.integers(0, 10**6),

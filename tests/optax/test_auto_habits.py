@@ -21,6 +21,7 @@ from cubegrad.optax import (  # noqa: E402
 )
 
 
+@pytest.mark.compilation
 def test_runs_in_a_batch_have_their_own_estimates():
     data = np.random.default_rng(5).standard_normal((64, 8))
     solution = np.array([3.0, -1.0, 0.5, 0.0, 2.0, -2.5, 1.0, -0.3])
@@ -43,6 +44,7 @@ def test_runs_in_a_batch_have_their_own_estimates():
         np.testing.assert_allclose(estimated_lr(states)[i], estimated_lr(state), rtol=1e-4)
 
 
+@pytest.mark.compilation
 def test_derivatives_through_steps_are_those_of_finite_differences():
     """At 0, where the derivatives of the roots are infinite, those of the step are finite."""
     with jax.enable_x64(True):

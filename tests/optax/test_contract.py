@@ -30,6 +30,7 @@ WRAPPED += [(v, w) for v in ("madgrad", "madgrad, estimated") for w in WRAPPERS 
 WRAPPED += [(variant, "inject_hyperparams") for variant in ("madgrad", "madgrad, estimated")]
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize(("variant", "wrapper"), WRAPPED)
 def test_extra_arguments_are_ignored(variant, wrapper):
     """A training loop passes the loss to every optimizer, for those that use it."""
@@ -50,6 +51,7 @@ def test_the_class_is_the_one_with_extra_arguments(variant):
     assert isinstance(VARIANTS[variant](), optax.GradientTransformationExtraArgs)
 
 
+@pytest.mark.compilation
 def test_the_next_member_of_a_chain_gets_the_loss():
     tx = optax.chain(madgrad(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     state = tx.init(PARAMS)
@@ -210,6 +212,7 @@ def test_a_state_can_be_made_from_shapes_and_mapped_over(variant):
     assert len(buffers) == {"madgrad": 6, "madgrad, estimated": 6}.get(variant, 4)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @each_variant
 def test_multi_steps_steps_with_the_mean_gradient(variant, dtype):
@@ -234,6 +237,7 @@ def three_steps(init, update):
     return params
 
 
+@pytest.mark.compilation
 @each_variant
 def test_injected_hyperparams_take_the_same_steps(variant):
     plain = madgrad("auto") if "estimated" in variant else VARIANTS[variant](0.1)
@@ -244,6 +248,7 @@ def test_injected_hyperparams_take_the_same_steps(variant):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-5)
 
 
+@pytest.mark.compilation
 @each_variant
 def test_a_compiled_update_takes_the_same_steps(variant):
     tx = VARIANTS[variant](weight_decay=0.1)
@@ -252,6 +257,7 @@ def test_a_compiled_update_takes_the_same_steps(variant):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.compilation
 def test_flax_nnx_passes_the_loss():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))

@@ -61,6 +61,7 @@ def test_clipping_comes_before_the_sums():
     np.testing.assert_allclose(state[1].grad_sum["w"], 0.1 / 3**0.5, rtol=1e-5)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_if_finite_rejects_the_whole_step(dtype):
     tx = optax.apply_if_finite(madgrad(0.1), 3)
@@ -175,6 +176,7 @@ def test_derivatives_through_steps_are_those_of_finite_differences(method, momen
         assert all(bool(jnp.isfinite(slope).all()) for slope in slopes)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
 @each_variant
 def test_parameters_and_state_are_donated_and_reused(variant, init):
@@ -220,6 +222,7 @@ def test_a_tree_without_parameters_only_counts(variant):
 SHARDING = Path(__file__).parents[1] / "support" / "jax_sharding.py"
 
 
+@pytest.mark.processes
 def test_state_is_sharded_like_its_parameter():
     flags = "--xla_force_host_platform_device_count=4"
     done = subprocess.run(

@@ -43,6 +43,7 @@ def test_flax_train_state():
     np.testing.assert_allclose(state.params["w"], TARGET, atol=0.05)
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_equinox_module(dtype):
     """Static fields and integers are None in the filtered tree; a module can be a decay mask."""

@@ -58,6 +58,7 @@ def test_a_seed_that_diverged_is_counted_where_nothing_was_chosen() -> None:
     assert figures.estimated(experiment.summaries) == []
 
 
+@pytest.mark.plots
 def test_the_plots_of_estimates(tmp_path: Path) -> None:
     report.write([*SWEPT, *FOUND], tmp_path / "report")
     svg = (tmp_path / "report" / "cifar10-gpu-estimated-lr.svg").read_text(encoding="utf-8")

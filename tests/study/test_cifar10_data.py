@@ -106,6 +106,7 @@ def test_content_that_cannot_be_images_is_refused(tmp_path, raw, message):
         data.cifar10(tmp_path, sources=(replace(source, files=sums),))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not (REAL / "unpack").exists(), reason="CIFAR-10 is not beside the checkout")
 def test_the_real_test_set(tmp_path):
     """Byte for byte the published file, so its checksum holds; some of its labels and means."""

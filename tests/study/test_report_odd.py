@@ -53,6 +53,7 @@ def test_a_name_of_a_record_is_never_a_path(
     assert not list(outside.iterdir())
 
 
+@pytest.mark.plots
 def test_plots_of_a_name_with_dots_and_spaces_have_its_name(tmp_path: Path) -> None:
     report.write(records_of("my net1.5"), tmp_path / "report")
     names = {path.name for path in (tmp_path / "report").glob("*.png")}
@@ -96,6 +97,7 @@ def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
 
 
+@pytest.mark.plots
 def test_a_record_without_a_description_is_reported(tmp_path: Path) -> None:
     bare = [replace(record_of(0.1, 0, [1.0], [2.0]), machine={})]
     assert "SGD" in report.write(bare, tmp_path / "report")
