@@ -46,7 +46,7 @@ def check(backend, plain, params, options):
         with CommDebugMode() as communication:
             many.step()
         # Three numbers along each dimension that cuts something; in the first step two before.
-        cuts = sum(len(dims) for _, dims in {sharding.spread(q) for q in params} - {None})
+        cuts = sum(len(dims) for _, dims in {sharding.sharded_over(q) for q in params} - {None})
         assert communication.get_total_counts() == cuts * (2 if k == 0 else 1)
         assert same_everywhere(many)
         assert many.estimated_lr() == pytest.approx(one.estimated_lr(), rel=1e-9)
