@@ -64,7 +64,7 @@ def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
             grad = cases.moved(shape.grad(cases.randn(shape.shape, dtype, 100 + k)), backend.device)
             param.grad = grad
             if k > 0:
-                judge.take(cases.numbers(param), cases.stored(optimizer, param), o)
+                judge.restart(cases.numbers(param), cases.stored(optimizer, param), o)
             judge.step(cases.numbers(grad), o)
             with cases.no_change(grad):
                 optimizer.step()
