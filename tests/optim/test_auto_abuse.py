@@ -32,6 +32,16 @@ def train(params, optimizer, steps, scale=1.0, change=None):
         optimizer.step()
 
 
+def damage_one(value, only=None):
+    """Write `value` into one gradient in each step, or in one step only."""
+
+    def damage(k, params):
+        if only in (None, k):
+            params[0].grad[3] = value
+
+    return damage
+
+
 def distance(params):
     return float(torch.cat([(p.detach() - 3).cpu() for p in params]).square().mean().sqrt())
 
@@ -70,12 +80,8 @@ def test_it_warns_of_squares_that_will_overflow():
 @cases.each_fast_backend
 def test_it_warns_of_one_huge_gradient(backend):
     params, optimizer = quadratic(backend)
-
-    def damage(_, params):
-        params[0].grad[3] = 2e19
-
     with pytest.warns(UserWarning, match=r"one gradient of 2e\+19 among 41"):
-        train(params, optimizer, 1, change=damage)
+        train(params, optimizer, 1, change=damage_one(2e19))
     assert 0 < optimizer.estimated_lr() < math.inf
 
 
@@ -85,12 +91,8 @@ def test_it_warns_of_one_huge_gradient(backend):
 def test_nothing_moves_while_the_first_gradients_are_damaged(backend, value, momentum):
     """Training begins with the first gradients that are finite."""
     params, optimizer = quadratic(backend, momentum=momentum)
-
-    def damage(_, params):
-        params[0].grad[3] = value
-
     with cases.no_change(*params), pytest.warns(UserWarning, match="is not finite"):
-        train(params, optimizer, 2, change=damage)
+        train(params, optimizer, 2, change=damage_one(value))
     assert all(optimizer.state[param]["step"] == 2 for param in params)
     assert not any(optimizer.state[param]["grad_sq_sum"].any() for param in params)
     before = distance(params)
@@ -126,12 +128,7 @@ def test_a_damaged_coordinate_does_not_stop_the_estimate(backend, value, momentu
     params, optimizer = quadratic(backend, momentum=momentum)
     train(params, optimizer, 2)
     before = optimizer.estimated_lr()
-
-    def damage(k, params):
-        if k == 0:
-            params[0].grad[3] = value
-
-    train(params, optimizer, 40, change=damage)
+    train(params, optimizer, 40, change=damage_one(value, only=0))
     sound, other = quadratic(backend, momentum=momentum)
     train(sound, other, 42)
     assert optimizer.estimated_lr() > 2 * before

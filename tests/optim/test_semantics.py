@@ -47,8 +47,7 @@ def test_no_eps_in_the_step_size(backend):
 @each_backend
 def test_later_lr_zero_leaves_the_sums_alone_and_averages_towards_z(backend):
     param = parameter(backend, 20)
-    optimizer = cases.build(MADGRAD, backend, [param], {"lr": 1e-1})
-    advance(optimizer, [param], range(5))
+    optimizer = advance(cases.build(MADGRAD, backend, [param], {"lr": 1e-1}), [param], range(5))
     expected = MADGRAD.oracle(cases.numbers(param))
     expected.restart(expected.x, cases.stored(optimizer, param), cases.settings({}))
     z = expected.x0 - expected.displacement(1e-6)
@@ -100,8 +99,7 @@ def test_eps_too_small_to_invert_is_not_a_nan(backend):
 @each_backend
 def test_no_momentum_keeps_no_initial_param(backend):
     param = parameter(backend, 20)
-    optimizer = cases.build(MADGRAD, backend, [param], {"momentum": 0.0})
-    advance(optimizer, [param], [0])
+    optimizer = advance(cases.build(MADGRAD, backend, [param], {"momentum": 0.0}), [param], [0])
     assert set(optimizer.state[param]) == {"step", "grad_sum", "grad_sq_sum"}
 
 

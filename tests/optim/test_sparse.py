@@ -40,7 +40,7 @@ def test_a_sparse_run_equals_the_dense_one(backend, options):
         for k in range(8):
             rows = [k % 12, (5 * k) % 12, k % 12, 11]  # duplicates are summed
             sparse.grad = sparse_grad(sparse, rows, k)
-            dense.grad = sparse.grad.coalesce().to_dense()  # low precision sums duplicates alike
+            dense.grad = sparse.grad.coalesce().to_dense()  # sums duplicates in the same dtype
             for optimizer in optimizers:
                 optimizer.step()
         assert torch.isfinite(torch.view_as_real(sparse) if dtype.is_complex else sparse).all()

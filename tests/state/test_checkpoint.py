@@ -18,8 +18,7 @@ def test_resumed_equals_unbroken(backend, method, momentum):
     for dtype in backend.dtypes:
         options = {"momentum": momentum, "weight_decay": 0.01}
         params = parameters([(4, 3)] * 2, dtype, backend.device)
-        optimizer = cases.build(method, backend, params, options)
-        advance(optimizer, params, range(5))
+        optimizer = advance(cases.build(method, backend, params, options), params, range(5))
         saved = through_a_file(
             {"params": [p.detach() for p in params], "o": optimizer.state_dict()}
         )
@@ -41,8 +40,7 @@ def test_resumed_equals_unbroken(backend, method, momentum):
 
 def test_load_hooks_may_replace_the_state_dict():
     param = ones(3)
-    optimizer = MADGRAD([param])
-    advance(optimizer, [param], range(2))
+    optimizer = advance(MADGRAD([param]), [param], range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     renamed = copy.deepcopy(saved)
     renamed["state"][0]["s"] = renamed["state"][0].pop("grad_sum")
@@ -62,8 +60,7 @@ def test_load_hooks_may_replace_the_state_dict():
 
 def test_a_checkpoint_of_a_capturable_run_loads_into_a_plain_one_and_back():
     param = ones(3)
-    optimizer = MADGRAD([param], capturable=True)
-    advance(optimizer, [param], range(2))
+    optimizer = advance(MADGRAD([param], capturable=True), [param], range(2))
     plain = MADGRAD([param])
     state_dict = copy.deepcopy(optimizer.state_dict())
     state_dict["param_groups"][0]["capturable"] = False
@@ -74,8 +71,7 @@ def test_a_checkpoint_of_a_capturable_run_loads_into_a_plain_one_and_back():
 
 def test_a_group_saved_without_the_newer_options_gets_them():
     param = ones(3)
-    optimizer = MADGRAD([param], lr=0.5)
-    advance(optimizer, [param], range(1))
+    optimizer = advance(MADGRAD([param], lr=0.5), [param], range(1))
     old = copy.deepcopy(optimizer.state_dict())
     for name in ("decoupled_lr", "reference_lr", "maximize"):
         del old["param_groups"][0][name]

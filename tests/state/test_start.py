@@ -154,11 +154,10 @@ def test_a_dry_step_may_have_gradients(cls, rate, loaded):
 @pytest.mark.parametrize("put", [Tensor.copy_, lambda t, v: t.data.copy_(v)], ids=["copy", "data"])
 def test_a_state_that_is_restored_by_hand_after_a_dry_step(cls, put):
     params = parameters(SHAPES)
-    optimizer = cls(params, lr=0.1)
-    advance(optimizer, params, range(6))
+    optimizer = advance(cls(params, lr=0.1), params, range(6))
     saved = copy.deepcopy([(p.detach(), dict(optimizer.state[p])) for p in params])
     advance(optimizer, params, range(6))
-    again = parameters(SHAPES)  # the same x_0: only the sums show that the run goes on
+    again = parameters(SHAPES)  # the same x_0: only the sums show that the run was restored
     other = cls(again, lr=0.1)
     dry_step(again, other)
     for param, (value, entries) in zip(again, saved, strict=True):
@@ -221,8 +220,7 @@ def test_a_parameter_whose_start_is_not_settled_does_not_keep_its_group_from_rep
 @each_class
 def test_a_start_that_a_user_has_written_stays(cls):
     params = [filled(9.0)]
-    optimizer = cls(params, lr=0.0)
-    advance(optimizer, params, range(2))
+    optimizer = advance(cls(params, lr=0.0), params, range(2))
     (start,) = starts(params, optimizer)
     start.fill_(5.0)
     advance(optimizer, params, range(2))

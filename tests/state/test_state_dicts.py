@@ -62,8 +62,7 @@ def test_a_wrapper_that_keeps_its_weights_in_the_state_resumes(cls, dtype):
 @each_optimizer
 def test_foreign_entries_are_copied_with_their_dtype(cls):
     params = two(torch.bfloat16)
-    optimizer = cls(params)
-    advance(optimizer, params, range(1))
+    optimizer = advance(cls(params), params, range(1))
     fine = torch.tensor([1.0, 1.0 + 2**-20])
     added = {"fine": fine, "count": torch.tensor(7), "nested": {"a": [fine, 3]}, "name": "x"}
     optimizer.state[params[0]].update(copy.deepcopy(added))
@@ -82,9 +81,8 @@ def test_foreign_entries_are_copied_with_their_dtype(cls):
 
 @each_optimizer
 def test_foreign_entries_go_to_the_parameters_device(cls):
-    optimizer = cls([ones(3)])
-    advance(optimizer, optimizer.param_groups[0]["params"], range(1))
-    saved = optimizer.state_dict()
+    param = ones(3)
+    saved = advance(cls([param]), [param], range(1)).state_dict()
     saved["state"][0]["ema"] = torch.ones(3)
     elsewhere = nn.Parameter(torch.ones(3, device="meta"))
     other = cls([elsewhere])
@@ -109,8 +107,7 @@ def test_a_parameter_with_only_foreign_entries_counts_as_never_stepped(cls):
 @each_optimizer
 def test_state_that_belongs_to_no_parameter_is_saved_and_loaded(cls):
     params = two()
-    optimizer = cls(params)
-    advance(optimizer, params, range(2))
+    optimizer = advance(cls(params), params, range(2))
     optimizer.register_state_dict_pre_hook(lambda o: o.state.update(test=1, more={"a": [2]}))
     saved = optimizer.state_dict()
     assert saved["state"]["test"] == 1
@@ -128,8 +125,7 @@ def test_state_that_belongs_to_no_parameter_is_saved_and_loaded(cls):
 @each_optimizer
 def test_a_hook_may_replace_a_state_dict(cls):
     params = two()
-    optimizer = cls(params)
-    advance(optimizer, params, range(1))
+    optimizer = advance(cls(params), params, range(1))
     for made in ({"mine": 3}, {"state": 3}, {"state": {}, "param_groups": [{}]}, [1]):
         handle = optimizer.register_state_dict_post_hook(lambda *_, made=made: made)
         assert optimizer.state_dict() == made
@@ -144,8 +140,7 @@ def test_a_hook_may_replace_a_state_dict(cls):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_run_that_diverged_can_be_saved_and_loaded(cls, value):
     params = two()
-    optimizer = cls(params)
-    advance(optimizer, params, range(1))
+    optimizer = advance(cls(params), params, range(1))
     optimizer.state[params[0]]["grad_sq_sum"][1, 2] = value
     twins = two()
     other = cls(twins)
@@ -157,8 +152,7 @@ def test_a_run_that_diverged_can_be_saved_and_loaded(cls, value):
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
 def test_a_negative_sum_of_squares_is_refused_in_either_part_of_a_complex_parameter(cls):
     param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = cls([param])
-    advance(optimizer, [param], range(1))
+    optimizer = advance(cls([param]), [param], range(1))
     for wrong in (-1 + 0j, 0 - 1j):
         saved = copy.deepcopy(optimizer.state_dict())
         saved["state"][0]["grad_sq_sum"][2] = wrong
@@ -169,8 +163,7 @@ def test_a_negative_sum_of_squares_is_refused_in_either_part_of_a_complex_parame
 @each_optimizer
 def test_the_state_of_an_empty_parameter_is_loaded(cls):
     param = ones(0, 3)
-    optimizer = cls([param])
-    advance(optimizer, [param], range(2))
+    optimizer = advance(cls([param]), [param], range(2))
     other = cls([param])
     other.load_state_dict(optimizer.state_dict())
     assert other.state[param]["step"] == 2
@@ -179,8 +172,7 @@ def test_the_state_of_an_empty_parameter_is_loaded(cls):
 @each_optimizer
 def test_one_key_for_two_parameters_is_refused(cls):
     params = [ones(3), ones(3)]
-    optimizer = cls(params)
-    advance(optimizer, params, range(1))
+    optimizer = advance(cls(params), params, range(1))
     saved = optimizer.state_dict()
     saved["param_groups"][0]["params"] = [0, 0]
     with pytest.raises(ValueError, match="lists 0 for two parameters"):
@@ -213,8 +205,7 @@ AUTO = {
 def test_loading_cannot_switch_between_a_given_and_an_estimated_lr(name):
     cls, modes, message = AUTO[name]
     params = two()
-    optimizer = MADGRAD([{"params": [p]} for p in params], lr="auto")
-    advance(optimizer, params, range(2))
+    optimizer = advance(MADGRAD([{"params": [p]} for p in params], lr="auto"), params, range(2))
     saved = optimizer.state_dict()
     for group, mode in zip(saved["param_groups"], modes, strict=True):
         group["auto_lr"] = mode
@@ -231,8 +222,7 @@ def with_momentum_raised(momentum, dtype=torch.float32, **options):
     ends = []
     for how in ("unbroken", "resumed"):
         params = two(dtype)
-        optimizer = MADGRAD(params, lr=0.1, momentum=0.0, **options)
-        advance(optimizer, params, range(4))
+        optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0, **options), params, range(4))
         optimizer.param_groups[0]["momentum"] = momentum
         if how == "resumed":
             keys = [set(optimizer.state[p]) for p in params]
@@ -259,8 +249,7 @@ def test_momentum_raised_before_saving_resumes_bit_for_bit(momentum, dtype, deca
 def test_momentum_raised_after_loading_recovers_x_0():
     params, twins = two(torch.float64), two(torch.float64)
     starts = [p.detach().clone() for p in params]
-    optimizer = MADGRAD(params, lr=0.1, momentum=0.0)
-    advance(optimizer, params, range(4))
+    optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0), params, range(4))
     with torch.no_grad():
         for p, q in zip(params, twins, strict=True):
             q.copy_(p)
@@ -274,8 +263,7 @@ def test_momentum_raised_after_loading_recovers_x_0():
 
 def test_a_checkpoint_without_momentum_loads_into_half_precision():
     params = two()
-    optimizer = MADGRAD(params, lr=0.1, momentum=0.0)
-    advance(optimizer, params, range(4))
+    optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0), params, range(4))
     assert not any("initial_param" in optimizer.state[p] for p in params)
     halves = [nn.Parameter(p.detach().bfloat16()) for p in params]
     other = MADGRAD(halves)
@@ -289,8 +277,7 @@ def test_a_checkpoint_without_momentum_loads_into_half_precision():
 def test_a_flattened_checkpoint_may_have_an_empty_x_0_only_without_momentum():
     params = two()
     groups = [{"params": [params[0]], "momentum": 0.0}, {"params": [params[1]]}]
-    optimizer = MADGRAD(groups, lr=0.1)
-    advance(optimizer, params, range(2))
+    optimizer = advance(MADGRAD(groups, lr=0.1), params, range(2))
     saved = optimizer.state_dict()
     saved["state"][0]["initial_param"] = {}
     optimizer.load_state_dict(saved)
