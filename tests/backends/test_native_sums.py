@@ -18,7 +18,7 @@ cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
 LEVELS = range(cpu.LEVEL + 1)
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: cpu.LEVELS[level])
-# Around the strips, chunks and folds of a row, and the pieces of a step.
+# Around the sizes at which a row is cut into strips, chunks and folds, and a step into pieces.
 SIZES = (0, 1, 15, 16, 17, 127, 128, 129, 1023, 1024, 1025, 16383, 16385, 70_001)
 PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, maximize=False)
 HYPERS = {

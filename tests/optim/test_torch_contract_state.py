@@ -60,7 +60,7 @@ def test_a_loaded_run_continues_and_saves_alike(case, name_first, name_second):
     assert_same(without_names(optimizer.state_dict()), without_names(other.state_dict()))
     if name_first or name_second:
         assert other.param_groups[0]["param_names"] == ["name0", "name1"]
-    other.param_groups.extend(other.param_groups)  # a parameter twice has one number
+    other.param_groups.extend(other.param_groups)  # a parameter in two groups has one key
     last, repeated = (without_names(o.state_dict())["param_groups"][-1] for o in (optimizer, other))
     assert last["params"] == repeated["params"]
 

@@ -13,7 +13,7 @@ import cubegrad
 from cubegrad import MADGRAD
 from cubegrad.backends import foreach
 
-# torch 2.11's profiler says so once in a process, whatever is profiled.
+# torch 2.11's profiler warns so once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 
 

@@ -1,4 +1,4 @@
-"""The state of a prepared step: who changes it or holds a tensor of it is noted."""
+"""The state of a prepared step notices when it is changed, and when a user holds its tensors."""
 
 import copy
 

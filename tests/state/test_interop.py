@@ -58,8 +58,8 @@ def test_the_authors_checkpoint_continues_as_in_their_package():
     for grads in zip(*golden["grads"], strict=True):
         step(optimizer, params, grads)
     # |x| < 4, so one operation rounds x by up to 2^-23. Theirs rounds it twice a step, ours once,
-    # and momentum 0.9 keeps ten steps' worth: 3.6e-6 at worst. Half of that holds the measured
-    # 3.6e-7; an lr without eps would end 4.6e-5 away.
+    # and momentum 0.9 keeps ten steps' worth: 3.6e-6 at worst. Half of that is allowed and 3.6e-7
+    # was measured; with an lr without eps the difference would be 4.6e-5.
     assert_same(params, golden["after"], atol=1.8e-6)
 
 

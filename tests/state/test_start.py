@@ -64,7 +64,7 @@ def test_weights_loaded_after_a_dry_step_are_the_start(backend, cls, rate, dry):
     if rate == "auto" and cls is MirrorMADGRAD:
         return
     if isinstance(rate, torch.Tensor) and dry > 1:
-        return  # with an lr on the device, only the first step is checked for being dry
+        return  # with a tensor lr, x_0 is read again only after the first step
     runs = []
     for dry_steps in (dry, 0):
         params = [nn.Parameter(9.0 + torch.zeros(s, device=backend.device)) for s in SHAPES]
