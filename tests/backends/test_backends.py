@@ -4,10 +4,11 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import BACKENDS, METHODS, OPTIONS, SHAPES
+from cases import BACKENDS, OPTIONS, SHAPES, each_backend, each_method
+from short_runs import cloned, parameters, set_grads
 
 EPS32 = 2.0**-23
-# What a shape tests does not depend on capturable, and interpreting it twice takes a minute.
+# A memory layout is the same with capturable, and interpreting all of them again takes a minute.
 PAIRS = [
     (backend, shape)
     for backend in BACKENDS
@@ -16,36 +17,34 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@each_method
+@each_backend
 def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
     if torch.float64 not in backend.dtypes:
         pytest.skip("no float64 on this backend")
     chosen = OPTIONS[options]
     params = [cases.randn((n, 3), torch.float64, n) for n in (1, 4, 9)]
-    judges = [method.oracle(cases.numbers(p)) for p in params]
+    references = [method.oracle(cases.numbers(p)) for p in params]
     params = [cases.parameter(p, backend.device) for p in params]
     optimizer = cases.build(method, backend, params, chosen)
     for k in range(20 if backend.interpreted else 200):
         lr = cases.lr_at(k, chosen.get("lr", 1e-2))
         optimizer.param_groups[0]["lr"] = lr
-        for i, (param, judge) in enumerate(zip(params, judges, strict=True)):
+        for i, (param, reference) in enumerate(zip(params, references, strict=True)):
             grad = cases.randn(param.shape, torch.float64, 1000 * k + i) * 10.0 ** (i - 1)
             grad[0, 0] = 0  # a coordinate that never has a gradient
             param.grad = grad.to(backend.device)
-            judge.step(cases.numbers(grad), cases.settings(chosen, lr))
+            reference.step(cases.numbers(grad), cases.settings(chosen, lr))
         optimizer.step()
-    for param, judge in zip(params, judges, strict=True):
-        np.testing.assert_allclose(cases.numbers(param), judge.x, rtol=0, atol=1e-12)
+    for param, reference in zip(params, references, strict=True):
+        np.testing.assert_allclose(cases.numbers(param), reference.x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@each_method
 @pytest.mark.parametrize(("backend", "shape"), PAIRS, ids=str)
 def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
-    """Each step is judged from the numbers that are stored, so errors do not pile up."""
-    if backend.interpreted and backend.flags and shape is not SHAPES[0]:
-        pytest.skip("too slow to interpret twice")
+    """The oracle starts each step from the stored numbers, so that errors do not add up."""
     chosen = OPTIONS[options]
     rounding = {
         torch.float16: 2.0**-11,
@@ -54,7 +53,7 @@ def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
     for dtype in backend.dtypes:
         value = shape.param(cases.randn(shape.shape, dtype, 1))
         param = cases.parameter(value, backend.device)
-        judge = method.oracle(cases.numbers(param))
+        reference = method.oracle(cases.numbers(param))
         optimizer = cases.build(method, backend, [param], chosen)
         compute = 2.0**-52 if dtype in (torch.float64, torch.complex128) else EPS32
         for k in range(5 if backend.interpreted else 12):
@@ -64,37 +63,37 @@ def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
             grad = cases.moved(shape.grad(cases.randn(shape.shape, dtype, 100 + k)), backend.device)
             param.grad = grad
             if k > 0:
-                judge.take(cases.numbers(param), cases.stored(optimizer, param), o)
-            judge.step(cases.numbers(grad), o)
+                reference.restart(cases.numbers(param), cases.stored(optimizer, param), o)
+            reference.step(cases.numbers(grad), o)
             with cases.no_change(grad):
                 optimizer.step()
             assert param.dtype == dtype
             assert param.stride() == value.stride()
-            error = np.abs(cases.numbers(param) - judge.x)
-            limit = 4 * compute * judge.size["x"] + rounding.get(dtype, 0.0) * np.abs(judge.x)
-            assert (error <= limit).all(), (dtype, k, "x", (error / limit).max())
-            for name, numbers in cases.stored(optimizer, param).items():
-                error, limit = np.abs(numbers - judge.state()[name]), 4 * compute * judge.size[name]
+            results = {"x": cases.numbers(param)} | cases.stored(optimizer, param)
+            expected = {"x": reference.x} | reference.state()
+            for name, numbers in results.items():
+                limit = 4 * compute * reference.size[name]
+                if name == "x":
+                    limit += rounding.get(dtype, 0.0) * np.abs(reference.x)
+                error = np.abs(numbers - expected[name])
                 assert (error <= limit).all(), (dtype, k, name, (error / limit).max())
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@each_method
+@each_backend
 def test_mixed_dtypes_counts_and_missing_gradients_in_one_group(backend, method, momentum):
     options = {"weight_decay": 0.01, "momentum": momentum}
-    dtypes = backend.dtypes
-    params = [
-        cases.parameter(cases.randn((3, 2), d, i), backend.device) for i, d in enumerate(dtypes)
-    ]
-    alone = [cases.parameter(p.detach().clone(), backend.device) for p in params]
+    params = [parameters([(3, 2)], dtype, backend.device)[0] for dtype in backend.dtypes]
+    alone = cloned(params)
     together = cases.build(method, backend, params, options)
     apart = [cases.build(method, backend, [p], options) for p in alone]
     for k in range(6):
-        for i, (p, q) in enumerate(zip(params, alone, strict=True)):
-            absent = (k + i) % 3 == 0
-            p.grad = None if absent else cases.randn(p.shape, p.dtype, 7 * k + i).to(p.device)
-            q.grad = None if absent else p.grad.clone()
+        for some in (params, alone):
+            set_grads(some, k)
+            for i, param in enumerate(some):
+                if (k + i) % 3 == 0:
+                    param.grad = None
         together.step()
         for optimizer in apart:
             optimizer.step()

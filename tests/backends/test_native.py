@@ -1,4 +1,4 @@
-"""The fused CPU backend beyond the grid: its cube root, its conversions, its threads, its build."""
+"""The fused CPU backend: its cube root, its conversions, its threads, its build."""
 
 import os
 import shutil
@@ -13,8 +13,9 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import BACKENDS, METHODS
+from cases import each_method
 from fork_check import prepared, stepped
+from short_runs import advance, ones, parameters
 
 import cubegrad
 from cubegrad import backends
@@ -26,8 +27,6 @@ SOURCES = Path(cubegrad.__file__).parent / "backends" / "native"
 HERE = Path(__file__).parents[1] / "support"
 LEVELS = range(cpu.LEVEL + 1)
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: cpu.LEVELS[level])
-CPU = cases.Backend("cpu", {"fused": True})
-EAGER = BACKENDS[0]
 
 
 def roots(x, level):
@@ -40,7 +39,8 @@ def roots(x, level):
 @pytest.mark.exhaustive
 @each_level
 def test_the_cube_root_is_within_an_ulp_at_every_exponent(level):
-    """Three exponents whole, for the three thirds, and every 97th number of all the others."""
+    """Every number of four exponents (subnormal, and one of each remainder by 3), and every 97th
+    of the others."""
     worst = 0
     for exponent in range(255):
         whole = exponent in (0, 126, 127, 128)
@@ -61,7 +61,7 @@ def test_the_double_cube_root_is_within_an_ulp(level):
 
 
 @each_level
-def test_the_cube_root_of_what_is_not_an_ordinary_number(level):
+def test_the_cube_root_of_zero_infinity_and_nan(level):
     for dtype in (np.float32, np.float64):
         x = np.array([0, np.inf, np.nan], dtype)
         np.testing.assert_array_equal(roots(x, level), x)
@@ -93,20 +93,16 @@ def test_halves_are_read_and_rounded_as_torch_does(monkeypatch, level, dtype):
 
 
 @each_level
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@each_method
 @pytest.mark.parametrize("options", cases.OPTIONS.values(), ids=cases.OPTIONS)
 def test_each_level_of_instructions_follows_eager(monkeypatch, level, method, options):
     monkeypatch.setattr(cpu, "LEVEL", level)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        params = [torch.nn.Parameter(cases.randn((300,), dtype, 0)) for _ in range(2)]
-        optimizers = [
-            cases.build(method, backend, [param], options)
-            for backend, param in zip((CPU, EAGER), params, strict=True)
-        ]
-        for k in range(5):
-            for param, optimizer in zip(params, optimizers, strict=True):
-                param.grad = cases.randn((300,), dtype, k + 1)
-                optimizer.step()
+        params, optimizers = [], []
+        for backend in (cases.NATIVE, cases.EAGER):
+            params += parameters([(300,)], dtype)
+            optimizers.append(cases.build(method, backend, params[-1:], options))
+            advance(optimizers[-1], params[-1:], range(5))
         double = dtype == torch.float64
         rtol, atol = (1e-12, 1e-13) if double else (1e-5, 1e-6)
         for name, tensor in optimizers[1].state[params[1]].items():
@@ -115,7 +111,7 @@ def test_each_level_of_instructions_follows_eager(monkeypatch, level, method, op
         torch.testing.assert_close(*params)
 
 
-def test_tensors_may_lie_at_odd_addresses():
+def test_tensors_may_be_at_odd_addresses():
     def odd(values):
         room = bytearray(values.nbytes + 1)
         view = torch.frombuffer(room, dtype=values.dtype, offset=1, count=values.numel())
@@ -141,7 +137,7 @@ def test_the_number_of_threads_changes_no_bit():
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["a forked child", "a data loader"])
 def test_a_step_works_in(where):
-    """In a process of its own: JAX's threads, once there are any, do not like to be forked."""
+    """In a process of its own: a fork is not safe once JAX has started its threads."""
     command = [sys.executable, HERE / "fork_check.py", where]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, "the same bits\n"), result.stderr
@@ -173,7 +169,7 @@ def test_other_python_threads_run_during_a_step():
 
 
 def test_a_scaled_step_and_one_that_is_skipped():
-    params = [torch.nn.Parameter(cases.randn((50,), torch.float32, 0)) for _ in range(2)]
+    params = parameters([(50,)]) + parameters([(50,)])
     optimizers = [cubegrad.MADGRAD([param], fused=True) for param in params]
     grad = cases.randn((50,), torch.float32, 1)
     params[0].grad, params[1].grad = grad * 1024, grad
@@ -188,7 +184,7 @@ def test_a_scaled_step_and_one_that_is_skipped():
 
 @pytest.mark.processes
 def test_without_the_extension_the_foreach_backend_steps():
-    """As where it could not be compiled; the plain look then serves the prepared steps."""
+    """As where it could not be compiled; prepared steps are then checked in Python."""
     code = """
 import sys
 sys.modules["cubegrad.backends.native._native"] = None
@@ -211,7 +207,7 @@ print(backends.available()["cpu"])
 
 
 def test_the_default_on_a_cpu_is_the_fused_backend():
-    param = torch.nn.Parameter(torch.ones(3))
+    param = ones(3)
     param.grad = torch.ones(3)
     assert cubegrad.MADGRAD([param])._backend({"params": [param]} | FLAGS) is cpu
     assert backends.available()["cpu"] == "available"

@@ -1,4 +1,4 @@
-"""The sums that the fused CPU step computes on its way, for an estimated learning rate."""
+"""The sums that a fused CPU step also computes, for an estimated learning rate."""
 
 from array import array
 
@@ -18,7 +18,7 @@ cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
 LEVELS = range(cpu.LEVEL + 1)
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: cpu.LEVELS[level])
-# Around the strips, chunks and folds of a row, and the pieces of a step.
+# Around the sizes at which a row is cut into strips, chunks and folds, and a step into pieces.
 SIZES = (0, 1, 15, 16, 17, 127, 128, 129, 1023, 1024, 1025, 16383, 16385, 70_001)
 PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, maximize=False)
 HYPERS = {
@@ -61,7 +61,7 @@ def batch(h, dtypes=DTYPES["float32"], sizes=SIZES):
     return Batch(layout, list(map(Row, params, grads, steps, buffers)))
 
 
-class Wide:
+class Float64Functions:
     """The rule's functions in float64."""
 
     cbrt, quotient, total = np.cbrt, staticmethod(oracle.quotient), np.sum
@@ -71,7 +71,7 @@ class Wide:
         return np.where(np.isfinite(x), v, 0.0)
 
 
-class Sizes(Wide):
+class AbsoluteSums(Float64Functions):
     """The same, but sums are of absolute values: what rounding errors are relative to."""
 
     @staticmethod
@@ -119,8 +119,8 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
         x, g, k = map(cases.numbers, old_row[:3])
         old, new = (tuple(map(cases.numbers, row.buffers)) for row in (old_row, new_row))
         inputs = (h, k, x, g / scale, old[:2], new[:2], *old[2:])
-        expected += distance.step_sums(Wide, *inputs)
-        sizes += distance.step_sums(Sizes, *inputs)
+        expected += distance.step_sums(Float64Functions, *inputs)
+        sizes += distance.step_sums(AbsoluteSums, *inputs)
     rounding = 3e-15 if dtypes[2] == torch.float64 else 5e-7
     assert (np.abs(sums - expected) <= rounding * sizes).all(), (sums - expected) / sizes
 
@@ -141,7 +141,7 @@ def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [SIZES, (40_000,), (1_200_000, 3, 70_001)], ids=str)
 def test_the_same_sums_at_every_call_with_any_number_of_threads(threads, sizes):
-    """Whoever takes a piece, and in whatever order."""
+    """Whichever thread takes a piece, and in whatever order."""
     parameters = batch(PLAIN, sizes=sizes)
     seen = set()
     for number in (*(2,) * 20, 1, 3, 7):
@@ -150,7 +150,7 @@ def test_the_same_sums_at_every_call_with_any_number_of_threads(threads, sizes):
     assert len(seen) == 1
 
 
-def test_sums_are_added_to_what_is_there():
+def test_sums_are_added_to_the_previous_ones():
     parameters = batch(PLAIN)
     alone = step_sums(PLAIN, copied(parameters))
     sums = torch.tensor([1e3, 2e3, 3e3], dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_a_tensor_without_elements_adds_nothing():
     [torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)[::2]],
     ids=["float32", "two", "gaps"],
 )
-def test_a_place_that_does_not_fit_is_refused(sums):
+def test_a_tensor_that_cannot_hold_the_sums_is_refused(sums):
     parameters = batch(PLAIN)
     with (
         cases.no_change(*tensors_of(parameters), sums),
@@ -193,7 +193,7 @@ def test_the_mirror_form_has_no_sums():
 
 
 def test_without_memory_nothing_changes():
-    """More pieces than there are addresses: nothing may be read or written before that is seen."""
+    """More pieces than can be allocated: nothing may be read or written before that is noticed."""
     count, sums = torch.zeros(()), torch.zeros(3, dtype=torch.float64)
     row = array("q", [0, 0, 0, 0, count.data_ptr(), 2**61]).tobytes()
     starts, grads = array("q", [0, 2**61]).tobytes(), array("q", [0]).tobytes()

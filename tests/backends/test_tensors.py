@@ -11,7 +11,7 @@ if tensors.addresses is tensors.plain_addresses:
     pytest.skip("the extension is not built", allow_module_level=True)
 
 
-def params_of():
+def params_with_grads():
     params = [
         torch.nn.Parameter(torch.ones(4, 5)),
         torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
@@ -25,7 +25,7 @@ def params_of():
     return params
 
 
-def transposed_in_place(params):
+def other_shape(params):
     params[0].data = torch.ones(4, 4)
     params[0].grad = torch.ones(4, 4)
 
@@ -62,7 +62,7 @@ CHANGES = {
     "no gradient": (lambda params: setattr(params[1], "grad", None), False),
     "other strides": (lambda params: setattr(params[0], "grad", torch.ones(5, 4).t()), False),
     "moved weights": (lambda params: setattr(params[0], "data", torch.ones(4, 5)), False),
-    "another shape": (transposed_in_place, False),
+    "another shape": (other_shape, False),
     "swapped strides": (lambda params: setattr(params[2], "data", params[2].mT.mT), True),
     "a subclass": (subclass_grad, False),
     "a sparse gradient": (sparse_grad, False),
@@ -79,15 +79,15 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_c_and_python_agree(change):
     arrange, still_fits = CHANGES[change]
-    params = params_of()
+    params = params_with_grads()
     quick, plain = tensors.signature(params, []), tensors.plain_signature(params, [])
     arrange(params)
     addresses = tensors.addresses(params, [], quick)
     assert addresses == tensors.plain_addresses(params, [], plain)
     assert (addresses is not None) == still_fits
     if still_fits:
-        found = [int.from_bytes(addresses[i : i + 8], "little") for i in range(0, 48, 8)]
-        assert found == [param.grad.data_ptr() for param in params]
+        decoded = [int.from_bytes(addresses[i : i + 8], "little") for i in range(0, 48, 8)]
+        assert decoded == [param.grad.data_ptr() for param in params]
 
 
 def test_strides_exchanged_in_place_are_seen():
@@ -100,14 +100,14 @@ def test_strides_exchanged_in_place_are_seen():
 
 
 def test_no_signature_without_gradients():
-    params = params_of()
+    params = params_with_grads()
     params[2].grad = None
     assert tensors.signature(params, []) is None
     assert tensors.plain_signature(params, []) is None
 
 
 def test_swapped_tensors_are_noticed():
-    params = params_of()
+    params = params_with_grads()
     signature = tensors.signature(params, [])
     torch.utils.swap_tensors(params[0], copy.deepcopy(params[0]))
     params[0].grad = torch.ones(4, 5)
@@ -151,7 +151,7 @@ def test_versions_are_raised_by_one(bump):
     assert [param._version for param in params] == [version + 1 for version in before]
 
 
-def test_same_is_identity():
+def test_same_objects_compares_by_identity():
     a, b = [object(), object()], [object()]
     assert tensors.same_objects(a, list(a))
     assert not tensors.same_objects(a, b)

@@ -1,4 +1,4 @@
-"""The kernel that moves an estimated lr on, against the same in Python."""
+"""The kernel that updates an estimated lr, against the same in Python."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ from cubegrad.optim import auto
 from cubegrad.options import Hyper
 
 triton = pytest.importorskip("cubegrad.backends.triton.estimate")
-DEVICE = next(backend.device for backend in cases.BACKENDS if backend.name == "triton")
+DEVICE = cases.TRITON.device
 COUNTS = [10, 7, 0]
 
 
@@ -23,7 +23,7 @@ def on_device(values: Any) -> Tensor:
 
 
 def sums_of(count: int, step: int) -> list[list[float]]:
-    """As those of a run: agreement of either sign, and two that rise."""
+    """Sums like those of a run: an agreement of either sign, and two that grow."""
     rng = random.Random(step)
     return [
         [rng.uniform(-1, 3), step + rng.random(), 2 * step + rng.random()] for _ in range(count)
@@ -32,7 +32,7 @@ def sums_of(count: int, step: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("shrink", [None, 0.9])
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_does_what_the_formulas_say(count: int, shrink: float | None) -> None:
+def test_it_equals_the_python_function(count: int, shrink: float | None) -> None:
     hypers = [Hyper(0.0, 0.9, 1e-6, 0.0, shrink if i != 1 else None, False) for i in range(count)]
     rows = [[1e-2, 0.0, 0.3, 0.0, 0.0] for _ in range(count)]
     factors, counts = [1.0, 0.0, 0.5][:count], COUNTS[:count]
@@ -47,7 +47,7 @@ def test_it_does_what_the_formulas_say(count: int, shrink: float | None) -> None
         rows = distance.advance(NumberFunctions, rows, step_sums, factors, counts, hypers)
         assert values.tolist() == [pytest.approx(row, rel=1e-12) for row in rows]
         assert not sums.any()
-    assert rows[0][0] > 0.1  # it grew
+    assert rows[0][0] > 0.1  # from 0.01
 
 
 def test_factors_of_0_leave_the_rate() -> None:
@@ -56,13 +56,13 @@ def test_factors_of_0_leave_the_rate() -> None:
     assert values.tolist() == [[1e-2, 0.0, 0.3, 0.0, 5.0]]
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_skipped_step_changes_nothing_but_the_sums(found: float) -> None:
+@pytest.mark.parametrize("overflow", [0.0, 1.0])
+def test_a_skipped_step_changes_nothing_but_the_sums(overflow: float) -> None:
     row = [1e-2, 0.0, 0.3, 0.1, 4.0]
     values, sums = on_device([row]), on_device([[5.0, 6.0, 7.0]])
-    found_inf = torch.full((1,), found, device=DEVICE)
+    found_inf = torch.full((1,), overflow, device=DEVICE)
     triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), found_inf)
-    assert (values.tolist() == [row]) == bool(found)
+    assert (values.tolist() == [row]) == bool(overflow)
     assert not sums.any()
 
 
@@ -74,8 +74,8 @@ def test_a_damaged_gradient_does_not_move_the_distance() -> None:
     assert (distance, lr) == (1e-2, 0.3)
 
 
-def groups_in_turns(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
-    """Two groups with a rest for one parameter, and a third that joins later."""
+def groups_that_change(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
+    """Two groups with a parameter that lacks a gradient for two steps, later a third group."""
     params = [cases.parameter(cases.randn((n,), torch.float64, n), DEVICE) for n in (9, 4, 6, 5)]
     groups: list[dict[str, Any]] = [
         {"params": params[:2], "weight_decay": 0.02},
@@ -104,25 +104,25 @@ def pretend_on_device(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["kernel", "tensors"])
 @pytest.mark.parametrize("decoupled", [False, True], ids=["", "decoupled"])
-def test_an_optimizer_goes_on_alike_on_a_device(
+def test_an_optimizer_makes_the_same_steps_on_a_device(
     way: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers as tensors, moved on by the kernel or by torch, against those of the host."""
-    expected, judge = groups_in_turns(12, decoupled_weight_decay=decoupled)
+    """The estimate in tensors, updated by the kernel or by torch, equals that of the host."""
+    expected, reference = groups_that_change(12, decoupled_weight_decay=decoupled)
     pretend_on_device(monkeypatch, way)
-    params, optimizer = groups_in_turns(12, decoupled_weight_decay=decoupled)
-    assert optimizer.estimated_lr() == pytest.approx(judge.estimated_lr(), rel=1e-11)
+    params, optimizer = groups_that_change(12, decoupled_weight_decay=decoupled)
+    assert optimizer.estimated_lr() == pytest.approx(reference.estimated_lr(), rel=1e-11)
     for param, other in zip(params, expected, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["kernel", "tensors"])
 def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every step, whose estimate the next one must not overwrite before autograd has seen it."""
+    """In every step: the next one must not overwrite an estimate that autograd still needs."""
 
-    def slopes() -> list[float]:
+    def slopes_of_steps() -> list[float]:
         start = cases.randn((5,), torch.float64, 1).to(DEVICE)
-        param, found = torch.nn.Parameter(start.clone()), []
+        param, slopes = torch.nn.Parameter(start.clone()), []
         factor = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
         optimizer = MADGRAD([param], lr="auto", differentiable=True)
         optimizer.param_groups[0]["lr"] = factor
@@ -132,13 +132,13 @@ def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.Mon
             optimizer.state[moved] = optimizer.state.pop(param, {})
             moved.grad = moved.detach() - 3
             optimizer.step()
-            found.append(torch.autograd.grad(moved.sum(), factor)[0].item())
+            slopes.append(torch.autograd.grad(moved.sum(), factor)[0].item())
             param = moved.detach().requires_grad_()
             kept = optimizer.state.pop(moved)
             optimizer.state[param] = {name: value.detach() for name, value in kept.items()}
-        return found
+        return slopes
 
-    expected = slopes()
+    expected = slopes_of_steps()
     pretend_on_device(monkeypatch, way)
-    assert slopes() == pytest.approx(expected, rel=1e-10)
+    assert slopes_of_steps() == pytest.approx(expected, rel=1e-10)
     assert abs(expected[-1]) > 0

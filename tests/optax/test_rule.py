@@ -120,7 +120,7 @@ def test_each_step_is_within_a_few_ulp(method, options):
             old = {name: jax_cases.numbers(param) for name, param in params.items()}
             for name, judge in judges.items():
                 if k > 0:
-                    judge.take(old[name], stored(state, name), o)
+                    judge.restart(old[name], stored(state, name), o)
                 judge.step(jax_cases.numbers(grads[name]), o)
             params, state = step(params, state, grads)
             for name, param in params.items():

@@ -1,4 +1,4 @@
-"""lr="auto" under gradients and weights that no training should have, and some has."""
+"""lr="auto" with gradients and weights that no training should have, but some has."""
 
 import math
 import warnings
@@ -7,93 +7,92 @@ import cases
 import numpy as np
 import pytest
 import torch
+from short_runs import parameters
 from torch import nn
 from torch.amp import GradScaler
 
 from cubegrad import MADGRAD, MirrorMADGRAD
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-each_backend = pytest.mark.parametrize(
-    "backend", [b for b in cases.BACKENDS if not b.interpreted], ids=str
-)
 
 
-def bowl(backend, sizes=(30, 11), **options):
-    params = [
-        cases.parameter(cases.randn((size,), torch.float32, size), backend.device) for size in sizes
-    ]
+def quadratic(backend, **options):
+    """Parameters and an optimizer; `train` has the gradients of |x - 3|² / 2, with noise."""
+    params = parameters([(30,), (11,)], device=backend.device)
     return params, MADGRAD(params, lr="auto", **backend.flags, **options)
 
 
-def train(params, optimizer, steps, scale=1.0, damage=None):
+def train(params, optimizer, steps, scale=1.0, change=None):
     for k in range(steps):
         for i, param in enumerate(params):
-            noise = cases.randn(tuple(param.shape), torch.float32, 10 * k + i).to(param.device)
+            noise = cases.randn(tuple(param.shape), param.dtype, 10 * k + i).to(param.device)
             param.grad = (param.detach() - 3 + 0.1 * noise) * scale
-        if damage is not None:
-            damage(k, params)
+        if change is not None:
+            change(k, params)
         optimizer.step()
+
+
+def damage_one(value, only=None):
+    """Write `value` into one gradient in each step, or in one step only."""
+
+    def damage(k, params):
+        if only in (None, k):
+            params[0].grad[3] = value
+
+    return damage
 
 
 def distance(params):
     return float(torch.cat([(p.detach() - 3).cpu() for p in params]).square().mean().sqrt())
 
 
-@each_backend
+@cases.each_fast_backend
 def test_a_large_loss_trains(backend):
-    plain, huge = bowl(backend), bowl(backend)
+    plain, huge = quadratic(backend), quadratic(backend)
     train(*plain, 300)
     train(*huge, 300, scale=1e20)
     assert distance(huge[0]) == pytest.approx(distance(plain[0]), rel=0.05)
     assert distance(plain[0]) < 0.5
 
 
-@each_backend
-def test_a_tiny_loss_says_that_it_cannot_train(backend):
-    params, optimizer = bowl(backend)
+@cases.each_fast_backend
+def test_it_warns_of_a_loss_too_small_to_train(backend):
+    params, optimizer = quadratic(backend)
     with pytest.warns(UserWarning, match="far below eps=1e-06.*scale the loss up"):
         train(params, optimizer, 1, scale=1e-30)
-    # A rate for these gradients would throw the weights away at the next ones.
+    # A rate that fits these gradients would be far too large for the next ones.
     train(params, optimizer, 300)
     assert distance(params) < 0.5
 
 
 def test_without_eps_a_tiny_loss_is_limited_by_the_states_dtype():
-    params, optimizer = bowl(cases.BACKENDS[0], eps=0.0)
+    params, optimizer = quadratic(cases.BACKENDS[0], eps=0.0)
     with pytest.warns(UserWarning, match="the smallest number of the state.*scale the loss up"):
         train(params, optimizer, 1, scale=1e-30)
 
 
-def test_squares_that_overflow_later_are_told():
-    params, optimizer = bowl(cases.BACKENDS[0])
+def test_it_warns_of_squares_that_will_overflow():
+    params, optimizer = quadratic(cases.BACKENDS[0])
     with pytest.warns(UserWarning, match="the largest number of the state.*scale the loss down"):
         train(params, optimizer, 1, scale=1e28)
 
 
-@each_backend
-def test_one_huge_coordinate_is_told(backend):
-    params, optimizer = bowl(backend)
-
-    def damage(_, params):
-        params[0].grad[3] = 2e19
-
+@cases.each_fast_backend
+def test_it_warns_of_one_huge_gradient(backend):
+    params, optimizer = quadratic(backend)
     with pytest.warns(UserWarning, match=r"one gradient of 2e\+19 among 41"):
-        train(params, optimizer, 1, damage=damage)
+        train(params, optimizer, 1, change=damage_one(2e19))
     assert 0 < optimizer.estimated_lr() < math.inf
 
 
-@each_backend
+@cases.each_fast_backend
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_it_rests_while_the_first_gradients_are_damaged(backend, value, momentum):
-    """And begins with the first that are not, as if the others had not been."""
-    params, optimizer = bowl(backend, momentum=momentum)
-
-    def damage(_, params):
-        params[0].grad[3] = value
-
+def test_nothing_moves_while_the_first_gradients_are_damaged(backend, value, momentum):
+    """Training begins with the first gradients that are finite."""
+    params, optimizer = quadratic(backend, momentum=momentum)
     with cases.no_change(*params), pytest.warns(UserWarning, match="is not finite"):
-        train(params, optimizer, 2, damage=damage)
+        train(params, optimizer, 2, change=damage_one(value))
     assert all(optimizer.state[param]["step"] == 2 for param in params)
     assert not any(optimizer.state[param]["grad_sq_sum"].any() for param in params)
     before = distance(params)
@@ -101,8 +100,8 @@ def test_it_rests_while_the_first_gradients_are_damaged(backend, value, momentum
     assert distance(params) < before / 2  # 0.31 of it without momentum, 0.05 with
 
 
-def test_a_long_rest_is_told():
-    params, optimizer = bowl(cases.BACKENDS[0])
+def test_it_warns_after_100_steps_without_a_gradient():
+    params, optimizer = quadratic(cases.BACKENDS[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(params, optimizer, 99, scale=0.0)
@@ -110,8 +109,8 @@ def test_a_long_rest_is_told():
         train(params, optimizer, 1, scale=0.0)
 
 
-def test_resting_steps_are_counted_in_the_estimate_too():
-    """Or Σλ would not be the sum of the weights that the parameters have had."""
+def test_steps_before_the_first_estimate_are_counted():
+    """Otherwise Σλ would not be the sum of the weights of the parameters' steps."""
     param = nn.Parameter(torch.ones(20, dtype=torch.float64))
     optimizer = MADGRAD([param], lr="auto")
     for k in range(12):
@@ -122,30 +121,25 @@ def test_resting_steps_are_counted_in_the_estimate_too():
     assert optimizer.state[param]["step"] == 12
 
 
-@each_backend
+@cases.each_fast_backend
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_a_damaged_coordinate_does_not_stop_the_estimate(backend, value, momentum):
-    params, optimizer = bowl(backend, momentum=momentum)
+    params, optimizer = quadratic(backend, momentum=momentum)
     train(params, optimizer, 2)
     before = optimizer.estimated_lr()
-
-    def damage(k, params):
-        if k == 0:
-            params[0].grad[3] = value
-
-    train(params, optimizer, 40, damage=damage)
-    sound, other = bowl(backend, momentum=momentum)
+    train(params, optimizer, 40, change=damage_one(value, only=0))
+    sound, other = quadratic(backend, momentum=momentum)
     train(sound, other, 42)
     assert optimizer.estimated_lr() > 2 * before
-    # One coordinate of 41 is missing in the means.
+    # The means lack one coordinate of 41.
     assert optimizer.estimated_lr() == pytest.approx(other.estimated_lr(), rel=0.2)
     rest = torch.cat([params[0].detach()[:3], params[0].detach()[4:], params[1].detach()])
     assert rest.isfinite().all()
 
 
-@each_backend
-def test_a_huge_weight_without_a_gradient_says_nothing(backend):
+@cases.each_fast_backend
+def test_a_huge_weight_without_a_gradient_does_not_count(backend):
     results = []
     for last in (1e30, 0.15):
         param = cases.parameter(torch.tensor([0.1, 0.2, last]), backend.device)
@@ -163,22 +157,20 @@ def test_a_huge_weight_without_a_gradient_says_nothing(backend):
 
 @pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_gradient_that_is_sometimes_none(compiled):
+def test_a_compiled_step_with_a_gradient_that_is_sometimes_none():
     torch._dynamo.reset()
+
+    def drop_one(k, params):
+        if k % 3 == 2:
+            params[k % 2].grad = None
+
     runs = []
-    for trace in (compiled, False):
-        torch.manual_seed(0)
-        params = [nn.Parameter(cases.randn((n,), torch.float64, n)) for n in (9, 4, 6)]
+    for compiled in (True, False):
+        params = parameters([(9,), (4,), (6,)], torch.float64)
         optimizer = MADGRAD(params, lr="auto", foreach=False)
-        step = torch.compile(optimizer.step, backend="eager") if trace else optimizer.step
-        for k in range(14):
-            for i, param in enumerate(params):
-                noise = cases.randn(tuple(param.shape), torch.float64, 10 * k + i)
-                param.grad = param.detach() - 3 + 0.1 * noise
-            if k % 3 == 2:
-                params[k % 2].grad = None
-            step()
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        train(params, optimizer, 14, change=drop_one)
         runs.append((params, optimizer))
     (params, optimizer), (others, plain) = runs
     assert optimizer.estimated_lr() == pytest.approx(plain.estimated_lr(), rel=1e-9)
@@ -189,16 +181,16 @@ def test_a_gradient_that_is_sometimes_none(compiled):
 @pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("rate", [0.1, "auto"])
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
-def test_a_compiled_step_unscales_and_skips_as_a_scaler_says(cls, rate):
+@cases.each_class
+def test_a_compiled_step_works_with_a_grad_scaler(cls, rate):
     if (cls, rate) == (MirrorMADGRAD, "auto"):
         return
     torch._dynamo.reset()
     runs = []
-    for trace in (True, False):
-        params = [cases.parameter(cases.randn((5,), torch.float32, i), DEVICE) for i in range(2)]
+    for compiled in (True, False):
+        params = parameters([(5,)] * 2, device=DEVICE)
         optimizer = cls(params, lr=rate)
-        if trace:
+        if compiled:
             optimizer.step = torch.compile(optimizer.step, backend="eager")
         scaler = GradScaler(DEVICE, init_scale=1024.0, growth_interval=3)
         for k in range(8):
@@ -207,7 +199,6 @@ def test_a_compiled_step_unscales_and_skips_as_a_scaler_says(cls, rate):
             scaler.scale(loss).backward()
             if k == 4:
                 params[0].grad[2] = math.inf
-            if k == 4:
                 with cases.no_change(*params):
                     scaler.step(optimizer)
             else:

@@ -1,4 +1,4 @@
-"""lr="auto" on convex problems, with solutions from scipy: what is proved, and what is seen."""
+"""lr="auto" on convex problems with scipy's solutions: what is proved, and what is measured."""
 
 import operator
 from collections.abc import Callable
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.training
 
 STEPS = 300
 START = torch.zeros(8, dtype=torch.float64)
-# Of what there is to gain, by the seed: how much nearer the best fixed step comes.
+# By seed: how much closer the best fixed step comes, as a part of f(x_0) - f(x*).
 NEARER = {0: 0.002, 1: 0.001, 2: 0.003}
 each_kind = pytest.mark.parametrize("kind", ["l1", "hinge", "logistic"])
 each_seed = pytest.mark.parametrize("seed", NEARER)
@@ -62,11 +62,11 @@ def test_the_estimate_stays_below_the_distance(kind: str, seed: int) -> None:
     value, distances, true = descend(problem, "auto", START, best)
     assert distances == sorted(distances)
     assert all(map(operator.le, distances, true))  # proved
-    assert distances[-1] > 0.1 * best.abs().max().item()  # seen
+    assert distances[-1] > 0.1 * best.abs().max().item()  # measured
     assert distances[STEPS // 4] == distances[-1]  # grown from 1e-6 in the first quarter
     gap = value - least
     assert gap < 0.005 * (problem.value(START).item() - least)
-    # Below what the theorem promises of its own step size, which knows the distance and G.
+    # Far below the theorem's bound for its own step size, which needs the distance and G.
     size = torch.linalg.vector_norm(best).item()
     assert gap < 0.01 * theory.convergence_bound(
         STEPS, size, problem.grad_bounds().max().item(), problem.dimension
@@ -80,16 +80,16 @@ def test_logistic_regression_on_sparse_rows(make: Callable[[], convex.Problem]) 
     start = torch.zeros(problem.dimension, dtype=torch.float64)
     value, distances, true = descend(problem, "auto", start, best)
     assert all(map(operator.le, distances, true))
-    assert distances[-1] > 0.1 * true[-1]  # 0.30 of it on the made-up rows, 0.18 on a9a
+    assert distances[-1] > 0.1 * true[-1]  # 0.30 on the random rows, 0.18 on a9a
     assert value - least < 0.02 * (problem.value(start).item() - least)  # 0.0003 and 0.0004
 
 
 @each_seed
 @each_kind
 def test_the_gap_to_the_best_fixed_step(kind: str, seed: int) -> None:
-    """Where a step size found by search is nearly exact, the estimate is not: it has no horizon."""
+    """A searched step size fits this number of steps; the estimate does not know it."""
     problem = instance(kind, seed)
     _, least = convex.minimise(problem)
     tried = [descend(problem, float(lr), START)[0] for lr in 10 ** np.arange(-4, 3, 0.5)]
-    found, *_ = descend(problem, "auto", START)
-    assert found - min(tried) < NEARER[seed] * (problem.value(START).item() - least)
+    value, *_ = descend(problem, "auto", START)
+    assert value - min(tried) < NEARER[seed] * (problem.value(START).item() - least)

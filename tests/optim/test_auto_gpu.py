@@ -1,4 +1,4 @@
-"""MADGRAD(lr="auto") on a GPU: nothing waits for the device, and a captured step goes on alike."""
+"""MADGRAD(lr="auto") on a GPU: no step waits for the device, and steps can be captured."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def start(**options: Any) -> tuple[list[Tensor], Callable[[], None], MADGRAD]:
-    """Two groups that fall into a bowl, and what gives them new gradients in the same place."""
+    """Two groups of parameters, and a function that writes gradients of |x - 3|² / 2 in place."""
     torch.manual_seed(0)
     params = [torch.randn(n, device="cuda").requires_grad_() for n in (5000, 7, 3072)]
     groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
@@ -59,7 +59,7 @@ def test_only_the_first_step_waits_for_the_device(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_captured_step_goes_on_as_the_others(way: str) -> None:
+def test_a_captured_step_equals_the_others(way: str) -> None:
     plain, fill_plain, expected = start(**WAYS[way], capturable=True)
     params, fill, optimizer = start(**WAYS[way], capturable=True)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

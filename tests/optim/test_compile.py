@@ -1,12 +1,13 @@
 """torch.compile: one full graph, and no recompilation while the numbers change."""
 
-import cases
 import pytest
 import torch
+from cases import each_class
+from short_runs import advance, cloned, ones, parameters, set_grads
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD
 
 pytestmark = [
     pytest.mark.compilation,
@@ -15,12 +16,16 @@ pytestmark = [
 ]
 
 
-def pair(cls, lr, **options):
-    """A compiled optimizer with its scheduler, and the same not compiled."""
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
     torch._dynamo.reset()
+
+
+def two_runs(cls, lr, **options):
+    """Twice the same parameters, optimizer and scheduler."""
     runs = []
     for _ in range(2):
-        params = [nn.Parameter(cases.randn((4, 3), torch.float64, i)) for i in range(3)]
+        params = parameters([(4, 3)] * 3, torch.float64)
         rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
         optimizer = cls(params, lr=rate, **options)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
@@ -32,16 +37,15 @@ def pair(cls, lr, **options):
 @pytest.mark.parametrize(
     "lr", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["float", "tensor"]
 )
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@each_class
 def test_full_graph_without_recompilation(cls, lr, momentum):
-    compiled, plain = pair(cls, lr, momentum=momentum, weight_decay=0.01)
+    compiled, plain = two_runs(cls, lr, momentum=momentum, weight_decay=0.01)
     counter = CompileCounter()
     step = torch.compile(compiled[1].step, fullgraph=True, backend=counter)
     seen, counts = set(), []
     for k in range(20):
-        for i, (p, q) in enumerate(zip(compiled[0], plain[0], strict=True)):
-            p.grad = cases.randn((4, 3), torch.float64, 100 * k + i)
-            q.grad = p.grad.clone()
+        for params in (compiled[0], plain[0]):
+            set_grads(params, k)
         step()
         plain[1].step()
         group = compiled[1].param_groups[0]
@@ -52,13 +56,12 @@ def test_full_graph_without_recompilation(cls, lr, momentum):
     assert len(seen) == 20
     assert 1 <= counts[2] == counts[-1]
     for p, q in zip(compiled[0], plain[0], strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)  # OneCycleLR's floats meet as float32
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)  # OneCycleLR rounds to float32
         assert compiled[1].state[p]["step"] == 20
 
 
-def test_a_tensor_lr_never_recompiles_whenever_it_changes():
-    torch._dynamo.reset()
-    params = [nn.Parameter(cases.randn((3,), torch.float64, i)) for i in range(6)]
+def test_changes_of_a_tensor_lr_never_recompile():
+    params = parameters([(3,)] * 6, torch.float64)
     groups = [{"params": [p], "lr": torch.tensor(0.1)} for p in params]
     optimizer = MADGRAD(groups, momentum=torch.tensor(0.9))
     counter = CompileCounter()
@@ -87,29 +90,23 @@ def test_a_tensor_lr_never_recompiles_whenever_it_changes():
     ids=str,
 )
 def test_every_option_compiles_to_the_same_run(options):
-    torch._dynamo.reset()
-    params, twins = ([nn.Parameter(cases.randn((5,), torch.float64, 1))] for _ in range(2))
-    compiled, plain = (MADGRAD(p, lr=0.1, **options) for p in (params, twins))
-    step = torch.compile(compiled.step, fullgraph=True, backend="eager")
-    for k in range(5):
-        params[0].grad = cases.randn((5,), torch.float64, k)
-        twins[0].grad = params[0].grad.clone()
-        step()
-        plain.step()
-    torch.testing.assert_close(params[0], twins[0], rtol=0, atol=1e-12)
+    assert_compiled_agrees(torch.float64, "eager", options, rtol=0, atol=1e-12)
 
 
 def test_inductor_code_agrees():
-    torch._dynamo.reset()
-    params, twins = ([nn.Parameter(cases.randn((33,), torch.float32, 1))] for _ in range(2))
-    compiled, plain = (MADGRAD(p, lr=0.1) for p in (params, twins))
-    step = torch.compile(compiled.step, fullgraph=True)
-    for k in range(5):
-        params[0].grad = cases.randn((33,), torch.float32, k)
-        twins[0].grad = params[0].grad.clone()
-        step()
-        plain.step()
-    torch.testing.assert_close(params[0], twins[0], rtol=1e-5, atol=1e-6)
+    assert_compiled_agrees(torch.float32, "inductor", {}, rtol=1e-5, atol=1e-6)
+
+
+def assert_compiled_agrees(dtype, backend, options, **tolerances):
+    runs = []
+    for compiled in (True, False):
+        params = parameters([(33,)], dtype)
+        optimizer = MADGRAD(params, lr=0.1, **options)
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend=backend)
+        advance(optimizer, params, range(5))
+        runs.append(params[0])
+    torch.testing.assert_close(*runs, **tolerances)
 
 
 class _NoHostRead(torch.utils._python_dispatch.TorchDispatchMode):
@@ -121,9 +118,9 @@ class _NoHostRead(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@each_class
 def test_capturable_reads_no_tensor_on_the_host(cls, foreach):
-    param = nn.Parameter(torch.ones(3))
+    param = ones(3)
     lr, momentum = torch.tensor(0.1), torch.tensor(0.9)
     decay = {"weight_decay": 0.1, "decoupled_weight_decay": True}
     optimizer = cls([param], lr=lr, momentum=momentum, foreach=foreach, capturable=True, **decay)
@@ -141,11 +138,11 @@ def test_capturable_reads_no_tensor_on_the_host(cls, foreach):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@each_class
 def test_a_cuda_graph_replays_with_a_changing_lr(cls, flags):
-    params = [nn.Parameter(cases.randn((50,), torch.float32, i).cuda()) for i in range(2)]
+    params = parameters([(50,)] * 2, device="cuda")
     grads = [torch.zeros(50, device="cuda") for _ in params]
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    twins = cloned(params)
     lr = torch.tensor(0.1, device="cuda")
     optimizer = cls(params, lr=lr, capturable=True, **flags)
     plain = cls(twins, lr=0.1, **flags)
@@ -154,9 +151,9 @@ def test_a_cuda_graph_replays_with_a_changing_lr(cls, flags):
         rate = 0.1 / (k + 1)
         lr.fill_(rate)
         plain.param_groups[0]["lr"] = rate
-        for i, (p, q, grad) in enumerate(zip(params, twins, grads, strict=True)):
-            grad.copy_(cases.randn((50,), torch.float32, 10 * k + i))
-            p.grad, q.grad = grad, grad.clone()
+        set_grads(twins, k)
+        for p, q, grad in zip(params, twins, grads, strict=True):
+            p.grad = grad.copy_(q.grad)
         if k == 1:
             with torch.cuda.graph(graph):
                 optimizer.step()
@@ -167,7 +164,7 @@ def test_a_cuda_graph_replays_with_a_changing_lr(cls, flags):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # the refused step leaves it so
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # since the step is refused
 def test_capturing_without_capturable_is_refused():
     param = nn.Parameter(torch.ones(3, device="cuda"))
     param.grad = torch.ones_like(param)

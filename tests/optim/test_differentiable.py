@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from cases import each_class
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD
 
 OPTIONS = {
     "plain": {},
@@ -25,7 +26,7 @@ def run(cls, options, start, first, second, lr):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@each_class
 def test_first_and_second_derivatives_match_finite_differences(cls, options):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -54,7 +55,7 @@ def test_derivatives_through_a_change_of_momentum():
     assert torch.autograd.gradcheck(function, [t.requires_grad_() for t in inputs])
 
 
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@each_class
 def test_a_coordinate_without_gradient_has_a_finite_derivative(cls):
     """Its ν is 0, where ∛ν has an infinite slope; the step's own slope is lr·√(k+1)/eps · c."""
     start = torch.ones(2, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Spread over processes, a run equals the single-process one; sharded_*.py have the scenarios."""
+"""A run over several processes equals that of one; sharded_*.py have the scenarios."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULE
 
 
 def outcomes(world: int, folder: Path) -> dict[str, str]:
-    """What became of the scenarios, run once for all tests and all workers of pytest-xdist."""
+    """The report on each scenario; they run once for all tests and all pytest-xdist workers."""
     if world == 3:
-        outcomes(2, folder)  # 3 processes load what 2 have saved
+        outcomes(2, folder)  # 3 processes load what 2 processes saved
     with FileLock(folder / "distributed.lock"):
         done = folder / f"distributed-{world}.json"
         if not done.exists():
@@ -27,6 +27,6 @@ def outcomes(world: int, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_processes(world, name, tmp_path_factory, worker_id):
     base = tmp_path_factory.getbasetemp()
-    found = outcomes(world, base if worker_id == "master" else base.parent)
-    report = found.get(name, f"not reached:\n{found}")
+    reports = outcomes(world, base if worker_id == "master" else base.parent)
+    report = reports.get(name, f"not reached:\n{reports}")
     assert report == ranks.REACHED, report

@@ -1,4 +1,4 @@
-"""The table of docs/distributed.md, worked out again from what a step leaves in memory."""
+"""The memory table of docs/distributed.md, computed from what a step allocates."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""State and step on the CPU: torchao's CPUOffloadOptimizer, and FSDP2's policy on a GPU."""
+"""State and step on the CPU: torchao's CPUOffloadOptimizer and FSDP2's CPUOffloadPolicy."""
 
 import contextlib
 import copy
@@ -7,19 +7,16 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from cases import each_class
+from short_runs import tanh_net
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-from cubegrad import MADGRAD, MirrorMADGRAD
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-each_class = pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
 
 
 def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 8)).to(DEVICE)
+    return tanh_net(96, 64, 8).to(DEVICE)
 
 
 def train(model, optimizer, steps=range(5)):
@@ -31,7 +28,7 @@ def train(model, optimizer, steps=range(5)):
 
 
 class Stream:
-    """On a CPU everything has happened when the call returns."""
+    """A CPU has finished its work when a call returns: there is nothing to wait for."""
 
     def wait_stream(self, _):
         pass

@@ -1,4 +1,4 @@
-"""Property tests: whatever the shapes, groups, numbers and missing gradients."""
+"""Property tests over random shapes, groups, options and missing gradients."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ settings.register_profile(
     "cubegrad", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("cubegrad")
-MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` looks ten times as long
+MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` sets 10
 
 layouts = st.sampled_from(cases.SHAPES)
 options = st.fixed_dictionaries(
@@ -84,16 +84,16 @@ def test_foreach_equals_eager_bit_for_bit(run, method, dtype):
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     method=st.sampled_from(METHODS),
     size=st.integers(1, 500),
-    lie=st.sampled_from([torch.Tensor.clone, cases.gapped]),
+    layout=st.sampled_from([torch.Tensor.clone, cases.gapped]),
 )
 @settings(max_examples=60 * MANY)
-def test_foreach_in_slices_equals_eager(shape, method, size, lie):
-    """To the last place but one: torch rounds a power differently at a list's ends."""
+def test_foreach_in_slices_equals_eager(shape, method, size, layout):
+    """Not bit for bit: torch rounds powers differently at the ends of a tensor."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foreach, "SMALLEST_SLICE", size)
         for flag in (False, True):
-            param = nn.Parameter(lie(cases.randn(tuple(shape), torch.float32, 0)))
+            param = nn.Parameter(layout(cases.randn(tuple(shape), torch.float32, 0)))
             optimizer = method.optimizer([param], foreach=flag)
             for k in range(3):
                 param.grad = cases.randn(tuple(shape), torch.float32, k + 1)
@@ -107,18 +107,18 @@ def test_foreach_in_slices_equals_eager(shape, method, size, lie):
 def test_any_run_follows_the_oracle(run, method):
     groups, group_options, steps = run
     params, optimizer = build(method, groups, group_options, torch.float64)
-    judges = [method.oracle(cases.numbers(p)) for p in params]
+    references = [method.oracle(cases.numbers(p)) for p in params]
     owner = [chosen for group, chosen in zip(groups, group_options, strict=True) for _ in group]
     for seeds in steps:
         feed(groups, params, seeds, torch.float64)
         optimizer.step()
-        for param, judge, chosen in zip(params, judges, owner, strict=True):
+        for param, reference, chosen in zip(params, references, owner, strict=True):
             if param.grad is not None:
                 default = {"eps": 1e-6 if method is cases.MADGRAD else 0.0}
-                judge.step(cases.numbers(param.grad), cases.settings(default | chosen))
-    for param, judge in zip(params, judges, strict=True):
-        scale = 1 + np.abs(judge.x).max(initial=0.0)
-        np.testing.assert_allclose(cases.numbers(param), judge.x, rtol=0, atol=1e-11 * scale)
+                reference.step(cases.numbers(param.grad), cases.settings(default | chosen))
+    for param, reference in zip(params, references, strict=True):
+        scale = 1 + np.abs(reference.x).max(initial=0.0)
+        np.testing.assert_allclose(cases.numbers(param), reference.x, rtol=0, atol=1e-11 * scale)
 
 
 @given(run=runs(), method=st.sampled_from(METHODS), data=st.data())

@@ -1,4 +1,4 @@
-"""examples/fsdp2.py under torchrun: killed and restarted, it ends where an undisturbed run does."""
+"""examples/fsdp2.py under torchrun: killed and restarted, it ends as an undisturbed run does."""
 
 import os
 import re
@@ -19,8 +19,8 @@ STEPS = 90
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "error",
-    # Else restarted workers share a store with the dead ones, and may dial their addresses: 2 runs
-    # of 6 failed so with torch 2.13, and none of 7 with it (pytorch/pytorch#135712).
+    # Without it, restarted workers share a store with the dead ones and may connect to their
+    # addresses: 2 of 6 runs failed with torch 2.13, with it none of 7 (pytorch/pytorch#135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -41,7 +41,7 @@ def end(job: subprocess.Popen[str]) -> str:
     try:
         output, _ = job.communicate(timeout=SECONDS)
     finally:
-        job.terminate()  # the agent takes its workers along
+        job.terminate()  # which also ends its workers
     assert job.returncode == 0, output
     return output
 
@@ -56,12 +56,12 @@ def started_from(output: str) -> list[int]:
 
 def workers(job: subprocess.Popen[str]) -> dict[str, int]:
     """The processes of the job by rank."""
-    found = {}
+    pids = {}
     for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
         environment = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
         ranks = [line[5:] for line in environment if line.startswith("RANK=")]
-        found.update((rank, int(child)) for rank in ranks)
-    return found
+        pids.update((rank, int(child)) for rank in ranks)
+    return pids
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def test_it_learns_and_keeps_two_whole_checkpoints(undisturbed):
     folder, output = undisturbed
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == STEPS // 10
-    # Each is of another batch, so single ones scatter by 0.1. The means of three fall by 0.08, with
-    # other initial weights by 0.06 to 0.14.
+    # Each is of another batch, and they scatter by 0.1. The means of three fall by 0.08, and by
+    # 0.06 to 0.14 with other initial weights.
     assert sum(losses[-3:]) < sum(losses[:3])
     assert {path.name for path in folder.iterdir()} == {f"step-{STEPS - 10}", f"step-{STEPS}"}
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its victim in /proc")
-def test_a_killed_worker_changes_nothing_about_the_end(undisturbed, tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find a worker")
+def test_a_killed_worker_does_not_change_the_result(undisturbed, tmp_path):
     job = start(tmp_path)
     try:
         deadline = time.monotonic() + SECONDS

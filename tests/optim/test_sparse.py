@@ -3,11 +3,11 @@
 import cases
 import pytest
 import torch
-from cases import BACKENDS, MADGRAD, MIRROR
+from cases import MADGRAD, MIRROR, each_backend
+from short_runs import ones, parameters
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 NO_MOMENTUM = {"momentum": 0.0}
 
 
@@ -29,19 +29,18 @@ def sparse_grad(param, rows, seed):
     ids=["plain", "eps0", "decoupled", "decoupled-tensor-momentum", "maximize"],
 )
 @each_backend
-def test_equal_to_the_dense_run(backend, options):
+def test_a_sparse_run_equals_the_dense_one(backend, options):
     for dtype in backend.dtypes:
         if backend.interpreted and dtype == torch.bfloat16:
-            continue  # cut, not rounded, so rows that rest and rows that are stepped differ
-        sparse = cases.parameter(cases.randn((12, 3), dtype, 0), backend.device)
-        dense = cases.parameter(sparse.detach().clone(), backend.device)
+            continue  # truncates, so rows that are stepped without a gradient change
+        sparse, dense = (parameters([(12, 3)], dtype, backend.device)[0] for _ in range(2))
         optimizers = [
             cases.build(MADGRAD, backend, [p], NO_MOMENTUM | options) for p in (sparse, dense)
         ]
         for k in range(8):
             rows = [k % 12, (5 * k) % 12, k % 12, 11]  # duplicates are summed
             sparse.grad = sparse_grad(sparse, rows, k)
-            dense.grad = sparse.grad.coalesce().to_dense()  # low precision sums duplicates alike
+            dense.grad = sparse.grad.coalesce().to_dense()  # sums duplicates in the same dtype
             for optimizer in optimizers:
                 optimizer.step()
         assert torch.isfinite(torch.view_as_real(sparse) if dtype.is_complex else sparse).all()
@@ -54,8 +53,8 @@ def test_equal_to_the_dense_run(backend, options):
 
 @each_backend
 def test_sparse_gradients_after_momentum_is_switched_off(backend):
-    """The rows without a gradient still have to go from x to z once, before x_0 is dropped."""
-    tables = [cases.parameter(cases.randn((4, 2), torch.float32, 0), backend.device) for _ in "ab"]
+    """Rows without a gradient also have to move from x to z once before x_0 is dropped."""
+    tables = [parameters([(4, 2)], device=backend.device)[0] for _ in range(2)]
     optimizers = [cases.build(MADGRAD, backend, [table], {"lr": 0.1}) for table in tables]
     for k in range(6):
         for table, optimizer in zip(tables, optimizers, strict=True):
@@ -71,8 +70,8 @@ def test_sparse_gradients_after_momentum_is_switched_off(backend):
 
 
 @each_backend
-def test_untouched_rows_keep_every_bit_and_the_gradient_stays(backend):
-    param = cases.parameter(cases.randn((12, 3), torch.float32, 0), backend.device)
+def test_untouched_rows_and_the_gradient_keep_every_bit(backend):
+    (param,) = parameters([(12, 3)], device=backend.device)
     optimizer = cases.build(MADGRAD, backend, [param], NO_MOMENTUM | {"eps": 0.0})
     start = param.detach().clone()
     grad = sparse_grad(param, [2, 7, 2], 1)
@@ -86,7 +85,7 @@ def test_untouched_rows_keep_every_bit_and_the_gradient_stays(backend):
     assert (param.detach()[[2, 7]] != start[[2, 7]]).all()
 
 
-def test_only_touched_rows_cost_anything():
+def test_the_cost_is_that_of_the_touched_rows():
     """No operation of a step may produce as many elements as the table has."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,8 +135,8 @@ def test_an_embedding_beside_dense_layers():
         (MIRROR, {"momentum": 0.0}, "MirrorMADGRAD.*use MADGRAD with momentum=0"),
     ],
 )
-def test_what_cannot_be_sparse_is_refused_before_anything_changes(method, options, message):
-    dense, sparse = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
+def test_options_that_move_every_row_are_refused_before_anything_changes(method, options, message):
+    dense, sparse = ones(3), ones(4, 2)
     optimizer = method.optimizer([("dense", dense), ("table", sparse)], **options)
     dense.grad, sparse.grad = torch.ones(3), sparse_grad(sparse, [1], 0)
     with cases.no_change(dense, sparse), pytest.raises(RuntimeError, match=f"table .*{message}"):
@@ -146,7 +145,7 @@ def test_what_cannot_be_sparse_is_refused_before_anything_changes(method, option
 
 
 @each_backend
-def test_a_gradient_that_turns_sparse_is_refused_too(backend):
+def test_a_gradient_that_becomes_sparse_is_refused_too(backend):
     table = cases.parameter(torch.ones(4, 2), backend.device)
     optimizer = cases.build(MADGRAD, backend, [table], {})
     table.grad = torch.ones_like(table)

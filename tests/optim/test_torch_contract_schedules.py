@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from contract import CLASSES, IMPLEMENTATIONS, EstimatedMADGRAD
+from contract import CLASSES, IMPLEMENTATIONS, EstimatedMADGRAD, each_class
+from short_runs import ones
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -38,7 +39,7 @@ def rosenbrock(point):
 
 
 def descend(optimizer, param, scheduler):
-    """The learning rates that were used."""
+    """Train with the scheduler; the learning rates that it set."""
     rates = set()
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -54,7 +55,7 @@ def descend(optimizer, param, scheduler):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("cls", CLASSES)
+@each_class
 def test_it_converges_with(cls, name):
     param = nn.Parameter(torch.tensor([1.5, 1.5]))
     peak = 1.0 if cls is EstimatedMADGRAD else 0.01
@@ -68,7 +69,7 @@ def test_it_converges_with(cls, name):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["CyclicLR", "LinearLR", "OneCycleLR", "SequentialLR"])
 @pytest.mark.parametrize("cls", CLASSES[:2])
-def test_a_tensor_lr_is_driven_as_a_number_is(cls, name, implementation):
+def test_a_tensor_lr_is_scheduled_as_a_number_is(cls, name, implementation):
     runs = []
     for lr in (0.01, torch.tensor(0.01)):
         param = nn.Parameter(torch.tensor([1.5, 1.5], dtype=torch.float64))
@@ -83,9 +84,9 @@ def test_a_tensor_lr_is_driven_as_a_number_is(cls, name, implementation):
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-6, atol=1e-6)  # a float32 lr
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_scheduler_of_groups_drives_each_from_its_own_lr(cls):
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+@each_class
+def test_a_scheduler_changes_each_group_from_its_own_lr(cls):
+    first, second = ones(2), ones(2)
     optimizer = cls([{"params": [first], "lr": 0.5}, {"params": [second]}])
     own = [group["lr"] for group in optimizer.param_groups]
     scheduler = schedulers.StepLR(optimizer, 1, 0.5)

@@ -1,37 +1,21 @@
 """What torch's tests ask of every optimizer in torch.optim: state dicts, copies and hooks."""
 
 import copy
-import io
-import pickle
 
 import contract
 import pytest
 import torch
-from contract import CASES, CLASSES, DEFAULTS, IMPLEMENTATIONS, give_grads
+from contract import CLASSES, IMPLEMENTATIONS, each_case, each_class, each_default
+from short_runs import advance, cloned, ones, through_a_file, through_pickle
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_default = pytest.mark.parametrize("case", DEFAULTS, ids=str)
-each_class = pytest.mark.parametrize("cls", CLASSES)
 
-
-def fresh():
-    return [nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3)), nn.Parameter(torch.ones(2))]
-
-
-def cloned(params):
-    return [nn.Parameter(p.detach().clone()) for p in params]
-
-
-def stepped(optimizer, params, steps=range(3)):
-    for k in steps:
-        give_grads(params, k)
-        optimizer.step()
-    return optimizer
+def new_params():
+    return [nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3)), ones(2)]
 
 
 def named(params, wanted):
@@ -59,10 +43,10 @@ def assert_same(first, second):
 
 @pytest.mark.parametrize(("name_first", "name_second"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 @each_case
-def test_a_loaded_run_goes_on_alike_and_saves_alike(case, name_first, name_second):
+def test_a_loaded_run_continues_and_saves_alike(case, name_first, name_second):
     """Parameters may be named on one side only."""
-    params = fresh()
-    optimizer = stepped(case.build(named(params, name_first)), params)
+    params = new_params()
+    optimizer = advance(case.build(named(params, name_first)), params, range(3))
     others = cloned(params)
     other = case.build(named(others, name_second))
     saved = optimizer.state_dict()
@@ -70,31 +54,28 @@ def test_a_loaded_run_goes_on_alike_and_saves_alike(case, name_first, name_secon
     other.load_state_dict(saved)
     assert_same(saved, kept)
     for k in range(3, 6):
-        stepped(optimizer, params, [k])
-        stepped(other, others, [k])
+        advance(optimizer, params, [k])
+        advance(other, others, [k])
         assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
     assert_same(without_names(optimizer.state_dict()), without_names(other.state_dict()))
     if name_first or name_second:
         assert other.param_groups[0]["param_names"] == ["name0", "name1"]
-    other.param_groups.extend(other.param_groups)  # a parameter twice has one number
+    other.param_groups.extend(other.param_groups)  # a parameter in two groups has one key
     last, repeated = (without_names(o.state_dict())["param_groups"][-1] for o in (optimizer, other))
     assert last["params"] == repeated["params"]
 
 
 @each_case
 def test_a_saved_file_is_read_back_with_weights_only(case):
-    params = fresh()
-    state_dict = stepped(case.build(params), params).state_dict()
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    assert_same(torch.load(file, weights_only=True), state_dict)
+    params = new_params()
+    state_dict = advance(case.build(params), params, range(3)).state_dict()
+    assert_same(through_a_file(state_dict), state_dict)
 
 
 @each_case
 def test_state_from_before_the_newer_flags_or_with_plain_counts_loads(case):
-    params = fresh()
-    optimizer = stepped(case.build(params), params)
+    params = new_params()
+    optimizer = advance(case.build(params), params, range(3))
     state_dict = copy.deepcopy(optimizer.state_dict())
     for group in state_dict["param_groups"]:
         for flag in ("foreach", "fused", "differentiable", "maximize", "capturable"):
@@ -105,7 +86,7 @@ def test_state_from_before_the_newer_flags_or_with_plain_counts_loads(case):
     group = optimizer.param_groups[0]
     assert group["foreach"] == case.options.get("foreach")
     assert group["maximize"] == case.maximize
-    stepped(optimizer, params, [3])
+    advance(optimizer, params, [3])
     assert all(optimizer.state[p]["step"] == 4 for p in params)
 
 
@@ -113,24 +94,24 @@ def test_state_from_before_the_newer_flags_or_with_plain_counts_loads(case):
 @each_default
 def test_a_run_moves_from_one_implementation_to_another(case, after):
     """The flags are those of the checkpoint, as in torch, until they are set again."""
-    params = fresh()
-    stepped(case.build(params), params, range(6))
-    moved = fresh()
-    first = stepped(case.build(moved), moved)
+    params = new_params()
+    advance(case.build(params), params, range(6))
+    moved = new_params()
+    first = advance(case.build(moved), moved, range(3))
     second = contract.Case(case.cls, "default", after).build(moved)
     second.load_state_dict(first.state_dict())
     flags = {"foreach": None, "fused": None} | case.options
     assert {name: second.param_groups[0][name] for name in ("foreach", "fused")} == flags
     second.param_groups[0].update({"foreach": None, "fused": None} | IMPLEMENTATIONS[after])
-    stepped(second, moved, range(3, 6))
+    advance(second, moved, range(3, 6))
     torch.testing.assert_close(moved, params)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @each_default
-def test_state_of_another_dtype_or_strides_is_taken_in(case, dtype):
-    params = fresh()
-    optimizer = stepped(case.build(params), params)
+def test_state_of_another_dtype_or_strides_is_converted(case, dtype):
+    params = new_params()
+    optimizer = advance(case.build(params), params, range(3))
     others = [nn.Parameter(p.detach().t().clone().t().to(dtype)) for p in params]
     other = case.build(others)
     other.load_state_dict(optimizer.state_dict())
@@ -141,7 +122,7 @@ def test_state_of_another_dtype_or_strides_is_taken_in(case, dtype):
             wide = torch.promote_types(dtype, torch.float32)
             assert loaded.dtype == (torch.float32 if name == "step" else wide)
             assert name == "step" or loaded.stride() == q.stride()
-    stepped(other, others, [3])
+    advance(other, others, [3])
     assert all(other.state[q]["step"] == 4 for q in others)
 
 
@@ -150,15 +131,15 @@ def attributes(optimizer):
 
 
 @each_default
-def test_copies_have_all_that_is_public_and_no_memory_in_common(case):
-    params = fresh()
-    optimizer = stepped(case.build(params), params)
-    for twice in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-        twin = twice(optimizer)
+def test_copies_have_the_public_attributes_and_share_no_memory(case):
+    params = new_params()
+    optimizer = advance(case.build(params), params, range(3))
+    for copied in (copy.deepcopy, through_pickle):
+        twin = copied(optimizer)
         assert attributes(twin) == attributes(optimizer)
         assert_same(twin.state_dict(), optimizer.state_dict())
         kept = copy.deepcopy(optimizer.state_dict())
-        stepped(twin, twin.param_groups[0]["params"], [3])
+        advance(twin, twin.param_groups[0]["params"], [3])
         assert_same(optimizer.state_dict(), kept)
 
 
@@ -171,15 +152,8 @@ def rename(_, state_dict):
 
 
 @each_default
-def test_a_hook_before_saving_may_add_to_the_state(case):
-    optimizer = case.build(fresh())
-    optimizer.register_state_dict_pre_hook(note)
-    assert optimizer.state_dict()["state"]["noted"] == 1
-
-
-@each_default
-def test_a_hook_after_saving_sees_what_one_before_has_added(case):
-    optimizer = case.build(fresh())
+def test_a_hook_after_saving_sees_what_a_hook_before_it_added(case):
+    optimizer = case.build(new_params())
     optimizer.register_state_dict_post_hook(rename)
     assert optimizer.state_dict()["noted"] is None
     optimizer.register_state_dict_pre_hook(note)
@@ -189,14 +163,14 @@ def test_a_hook_after_saving_sees_what_one_before_has_added(case):
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, *CLASSES])
-def test_an_entry_of_its_own_survives_saving_and_loading(cls):
-    params = fresh()
-    optimizer = stepped(cls(params), params)
+def test_an_entry_that_belongs_to_no_parameter_survives_saving_and_loading(cls):
+    params = new_params()
+    optimizer = advance(cls(params), params, range(3))
     state_dict = optimizer.state_dict()
     state_dict["state"]["noted"] = 1
     optimizer.load_state_dict(state_dict)
     assert optimizer.state["noted"] == 1
-    stepped(optimizer, params, [3])
+    advance(optimizer, params, [3])
     assert optimizer.state_dict()["state"]["noted"] == 1
 
 
@@ -212,7 +186,7 @@ def set_lr(value, in_place):
 
 @each_default
 def test_hooks_around_loading_run_in_order(case):
-    optimizer = case.build(fresh())
+    optimizer = case.build(new_params())
     seen = []
     optimizer.register_load_state_dict_pre_hook(set_lr(0.002, in_place=True))
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.param_groups[0]["lr"]))
@@ -227,31 +201,35 @@ def test_hooks_around_loading_run_in_order(case):
 
 @each_default
 def test_step_hooks_run_in_order_until_they_are_removed(case):
-    params = fresh()
+    params = new_params()
     optimizer, adam = case.build(params), torch.optim.Adam(cloned(params))
     seen = []
+
+    def noted(name):
+        return lambda caller, *_: seen.append((name, caller))
+
     handles = [
-        register_optimizer_step_pre_hook(lambda *_: seen.append("global pre")),
-        register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
+        register_optimizer_step_pre_hook(noted("global pre")),
+        register_optimizer_step_post_hook(noted("global post")),
     ]
     try:
         for each in (optimizer, adam):
-            handles.append(each.register_step_pre_hook(lambda *_: seen.append("pre")))
-            handles.append(each.register_step_post_hook(lambda *_: seen.append("post")))
+            handles.append(each.register_step_pre_hook(noted("pre")))
+            handles.append(each.register_step_post_hook(noted("post")))
         for each in (optimizer, adam, optimizer):
-            stepped(each, each.param_groups[0]["params"], [0])
-            assert seen == ["global pre", "pre", "post", "global post"]
+            advance(each, each.param_groups[0]["params"], [0])
+            assert seen == [(n, each) for n in ("global pre", "pre", "post", "global post")]
             seen.clear()
     finally:
         for handle in handles:
             handle.remove()
-    stepped(optimizer, params, [1])
+    advance(optimizer, params, [1])
     assert not seen
 
 
 @each_class
 def test_a_step_hook_may_replace_the_arguments(cls):
-    optimizer = cls(fresh())
+    optimizer = cls(new_params())
     optimizer.register_step_pre_hook(lambda o, *_: ((o, lambda: 7.0), {}))
     assert optimizer.step(lambda: 5.0) == 7.0
     optimizer.register_step_pre_hook(lambda *_: "nothing of the kind")

@@ -1,4 +1,4 @@
-"""Our optimizers under torch's own machinery for testing its own."""
+"""Our optimizers in the tests that torch has for its own."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 SCRIPT = Path(__file__).parents[1] / "support" / "torch_own.py"
-# A checkout of the version of torch that is installed: its tests are in no wheel.
+# A checkout of the installed version of torch, since wheels do not contain its tests.
 CHECKOUT = os.environ.get("TORCH_CHECKOUT")
 
 

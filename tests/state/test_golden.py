@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import BACKENDS
+from cases import each_backend
 from golden import make
 
 GOLDEN = np.load(Path(__file__).parents[1] / "support" / "golden" / "trajectories.npz")
@@ -15,7 +15,7 @@ each_trajectory = pytest.mark.parametrize("name", make.TRAJECTORIES)
 
 
 @each_trajectory
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@each_backend
 def test_the_authors_trajectories_are_followed(backend, name):
     if torch.float64 not in backend.dtypes:
         pytest.skip("no float64 on this backend")
@@ -36,7 +36,7 @@ def test_the_rate_drops_and_one_coordinate_has_no_gradient():
 
 
 @each_trajectory
-def test_the_package_makes_them_again(name):
+def test_the_package_computes_the_recorded_trajectories(name):
     method, options = make.TRAJECTORIES[name]
     package = pytest.importorskip("madgrad")
     again = make.trajectory(getattr(package, method), make.inputs(), options)

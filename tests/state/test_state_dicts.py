@@ -1,11 +1,10 @@
-"""State dicts that others have added to, and what a run without x_0 saves of it."""
+"""State dicts with entries of other code, and what a run that does not keep x_0 saves of it."""
 
 import copy
-import io
 
-import cases
 import pytest
 import torch
+from short_runs import advance, cloned, ones, parameters, same_bits, through_a_file
 from torch import nn
 
 from cubegrad import MADGRAD, MirrorMADGRAD, family
@@ -17,25 +16,7 @@ each_optimizer = pytest.mark.parametrize(
 
 
 def two(dtype=torch.float32):
-    return [nn.Parameter(cases.randn(shape, dtype, i)) for i, shape in enumerate([(4, 3), (5,)])]
-
-
-def advance(params, optimizer, first, last):
-    for k in range(first, last):
-        for i, param in enumerate(params):
-            param.grad = cases.randn(tuple(param.shape), param.dtype, 50 * k + i)
-        optimizer.step()
-
-
-def through_a_file(thing):
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same(params, others):
-    return all(cases.same_bits(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
+    return parameters([(4, 3), (5,)], dtype)
 
 
 class Lookahead:
@@ -55,7 +36,7 @@ class Lookahead:
 
     def advance(self, params, first, last):
         for k in range(first, last):
-            advance(params, self.base, k, k + 1)
+            advance(self.base, params, [k])
             self.step(k)
 
 
@@ -73,16 +54,15 @@ def test_a_wrapper_that_keeps_its_weights_in_the_state_resumes(cls, dtype):
     again = Lookahead(cls(resumed, lr=0.7))
     again.base.load_state_dict(saved["optimizer"])
     again.advance(resumed, 5, 10)
-    assert same(params, resumed)
+    assert same_bits(params, resumed)
     for p, q in zip(params, resumed, strict=True):
         assert run.base.state[p].keys() == again.base.state[q].keys()
 
 
 @each_optimizer
-def test_entries_of_others_are_copied_with_their_dtype(cls):
+def test_foreign_entries_are_copied_with_their_dtype(cls):
     params = two(torch.bfloat16)
-    optimizer = cls(params)
-    advance(params, optimizer, 0, 1)
+    optimizer = advance(cls(params), params, range(1))
     fine = torch.tensor([1.0, 1.0 + 2**-20])
     added = {"fine": fine, "count": torch.tensor(7), "nested": {"a": [fine, 3]}, "name": "x"}
     optimizer.state[params[0]].update(copy.deepcopy(added))
@@ -100,11 +80,9 @@ def test_entries_of_others_are_copied_with_their_dtype(cls):
 
 
 @each_optimizer
-def test_entries_of_others_go_to_the_parameters_device(cls):
-    optimizer = cls([nn.Parameter(torch.ones(3))])
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
-    optimizer.step()
-    saved = optimizer.state_dict()
+def test_foreign_entries_go_to_the_parameters_device(cls):
+    param = ones(3)
+    saved = advance(cls([param]), [param], range(1)).state_dict()
     saved["state"][0]["ema"] = torch.ones(3)
     elsewhere = nn.Parameter(torch.ones(3, device="meta"))
     other = cls([elsewhere])
@@ -114,7 +92,7 @@ def test_entries_of_others_go_to_the_parameters_device(cls):
 
 
 @each_optimizer
-def test_a_parameter_with_entries_of_others_alone_has_not_been_stepped(cls):
+def test_a_parameter_with_only_foreign_entries_counts_as_never_stepped(cls):
     params = two()
     optimizer = cls(params)
     optimizer.state[params[0]]["ema"] = torch.ones(4, 3)
@@ -127,29 +105,27 @@ def test_a_parameter_with_entries_of_others_alone_has_not_been_stepped(cls):
 
 
 @each_optimizer
-def test_state_that_is_no_parameters_is_saved_and_loaded(cls):
+def test_state_that_belongs_to_no_parameter_is_saved_and_loaded(cls):
     params = two()
-    optimizer = cls(params)
-    advance(params, optimizer, 0, 2)
+    optimizer = advance(cls(params), params, range(2))
     optimizer.register_state_dict_pre_hook(lambda o: o.state.update(test=1, more={"a": [2]}))
     saved = optimizer.state_dict()
     assert saved["state"]["test"] == 1
-    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    twins = cloned(params)
     other = cls(twins)
     other.load_state_dict(through_a_file(saved))
     assert other.state["test"] == 1
     other.state["more"]["a"].append(3)
     assert saved["state"]["more"] == {"a": [2]}
-    advance(params, optimizer, 2, 4)
-    advance(twins, other, 2, 4)
-    assert same(params, twins)
+    advance(optimizer, params, range(2, 4))
+    advance(other, twins, range(2, 4))
+    assert same_bits(params, twins)
 
 
 @each_optimizer
-def test_a_hook_may_make_something_else_of_a_state_dict(cls):
+def test_a_hook_may_replace_a_state_dict(cls):
     params = two()
-    optimizer = cls(params)
-    advance(params, optimizer, 0, 1)
+    optimizer = advance(cls(params), params, range(1))
     for made in ({"mine": 3}, {"state": 3}, {"state": {}, "param_groups": [{}]}, [1]):
         handle = optimizer.register_state_dict_post_hook(lambda *_, made=made: made)
         assert optimizer.state_dict() == made
@@ -164,21 +140,19 @@ def test_a_hook_may_make_something_else_of_a_state_dict(cls):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_run_that_diverged_can_be_saved_and_loaded(cls, value):
     params = two()
-    optimizer = cls(params)
-    advance(params, optimizer, 0, 1)
+    optimizer = advance(cls(params), params, range(1))
     optimizer.state[params[0]]["grad_sq_sum"][1, 2] = value
     twins = two()
     other = cls(twins)
     other.load_state_dict(optimizer.state_dict())
-    found, expected = other.state[twins[0]], optimizer.state[params[0]]
-    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0, equal_nan=True)
+    loaded, expected = other.state[twins[0]], optimizer.state[params[0]]
+    torch.testing.assert_close(dict(loaded), dict(expected), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
 def test_a_negative_sum_of_squares_is_refused_in_either_part_of_a_complex_parameter(cls):
     param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = cls([param])
-    advance([param], optimizer, 0, 1)
+    optimizer = advance(cls([param]), [param], range(1))
     for wrong in (-1 + 0j, 0 - 1j):
         saved = copy.deepcopy(optimizer.state_dict())
         saved["state"][0]["grad_sq_sum"][2] = wrong
@@ -187,10 +161,9 @@ def test_a_negative_sum_of_squares_is_refused_in_either_part_of_a_complex_parame
 
 
 @each_optimizer
-def test_empty_parameters_have_no_smallest_sum(cls):
-    param = nn.Parameter(torch.ones(0, 3))
-    optimizer = cls([param])
-    advance([param], optimizer, 0, 2)
+def test_the_state_of_an_empty_parameter_is_loaded(cls):
+    param = ones(0, 3)
+    optimizer = advance(cls([param]), [param], range(2))
     other = cls([param])
     other.load_state_dict(optimizer.state_dict())
     assert other.state[param]["step"] == 2
@@ -198,9 +171,8 @@ def test_empty_parameters_have_no_smallest_sum(cls):
 
 @each_optimizer
 def test_one_key_for_two_parameters_is_refused(cls):
-    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = cls(params)
-    advance(params, optimizer, 0, 1)
+    params = [ones(3), ones(3)]
+    optimizer = advance(cls(params), params, range(1))
     saved = optimizer.state_dict()
     saved["param_groups"][0]["params"] = [0, 0]
     with pytest.raises(ValueError, match="lists 0 for two parameters"):
@@ -211,7 +183,7 @@ def test_one_key_for_two_parameters_is_refused(cls):
 
 
 def test_one_key_for_a_parameter_that_is_listed_twice():
-    param = nn.Parameter(torch.ones(3))
+    param = ones(3)
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = MADGRAD([param, param])
     param.grad = torch.ones(3)
@@ -230,11 +202,10 @@ AUTO = {
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_an_estimated_lr_stays_one_and_a_given_one_too(name):
+def test_loading_cannot_switch_between_a_given_and_an_estimated_lr(name):
     cls, modes, message = AUTO[name]
     params = two()
-    optimizer = MADGRAD([{"params": [p]} for p in params], lr="auto")
-    advance(params, optimizer, 0, 2)
+    optimizer = advance(MADGRAD([{"params": [p]} for p in params], lr="auto"), params, range(2))
     saved = optimizer.state_dict()
     for group, mode in zip(saved["param_groups"], modes, strict=True):
         group["auto_lr"] = mode
@@ -246,13 +217,12 @@ def test_an_estimated_lr_stays_one_and_a_given_one_too(name):
     assert str(after) == str(before)
 
 
-def raised(momentum, dtype=torch.float32, **options):
-    """Four steps without momentum, four with: the weights, and those of a run saved between."""
+def with_momentum_raised(momentum, dtype=torch.float32, **options):
+    """Four steps without momentum, four with: unbroken, and saved and loaded in between."""
     ends = []
     for how in ("unbroken", "resumed"):
         params = two(dtype)
-        optimizer = MADGRAD(params, lr=0.1, momentum=0.0, **options)
-        advance(params, optimizer, 0, 4)
+        optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0, **options), params, range(4))
         optimizer.param_groups[0]["momentum"] = momentum
         if how == "resumed":
             keys = [set(optimizer.state[p]) for p in params]
@@ -261,7 +231,7 @@ def raised(momentum, dtype=torch.float32, **options):
             assert all("initial_param" in saved["state"][i] for i in range(2))
             optimizer = MADGRAD(params)
             optimizer.load_state_dict(saved)
-        advance(params, optimizer, 4, 8)
+        advance(optimizer, params, range(4, 8))
         ends.append(params)
     return ends
 
@@ -270,38 +240,36 @@ def raised(momentum, dtype=torch.float32, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_momentum_raised_before_saving_resumes_bit_for_bit(momentum, dtype, decay):
-    unbroken, resumed = raised(
+    unbroken, resumed = with_momentum_raised(
         momentum, dtype=dtype, weight_decay=decay, decoupled_weight_decay=bool(decay)
     )
-    assert same(unbroken, resumed)
+    assert same_bits(unbroken, resumed)
 
 
 def test_momentum_raised_after_loading_recovers_x_0():
     params, twins = two(torch.float64), two(torch.float64)
     starts = [p.detach().clone() for p in params]
-    optimizer = MADGRAD(params, lr=0.1, momentum=0.0)
-    advance(params, optimizer, 0, 4)
+    optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0), params, range(4))
     with torch.no_grad():
         for p, q in zip(params, twins, strict=True):
             q.copy_(p)
     other = MADGRAD(twins)
     other.load_state_dict(optimizer.state_dict())
     other.param_groups[0]["momentum"] = 0.9
-    advance(twins, other, 4, 5)
+    advance(other, twins, range(4, 5))
     for q, start in zip(twins, starts, strict=True):
         torch.testing.assert_close(other.state[q]["initial_param"], start, rtol=0, atol=1e-12)
 
 
 def test_a_checkpoint_without_momentum_loads_into_half_precision():
     params = two()
-    optimizer = MADGRAD(params, lr=0.1, momentum=0.0)
-    advance(params, optimizer, 0, 4)
+    optimizer = advance(MADGRAD(params, lr=0.1, momentum=0.0), params, range(4))
     assert not any("initial_param" in optimizer.state[p] for p in params)
     halves = [nn.Parameter(p.detach().bfloat16()) for p in params]
     other = MADGRAD(halves)
     other.load_state_dict(optimizer.state_dict())
-    advance(params, optimizer, 4, 8)
-    advance(halves, other, 4, 8)
+    advance(optimizer, params, range(4, 8))
+    advance(other, halves, range(4, 8))
     for p, q in zip(params, halves, strict=True):
         torch.testing.assert_close(p, q.float(), rtol=0, atol=0.03)
 
@@ -309,8 +277,7 @@ def test_a_checkpoint_without_momentum_loads_into_half_precision():
 def test_a_flattened_checkpoint_may_have_an_empty_x_0_only_without_momentum():
     params = two()
     groups = [{"params": [params[0]], "momentum": 0.0}, {"params": [params[1]]}]
-    optimizer = MADGRAD(groups, lr=0.1)
-    advance(params, optimizer, 0, 2)
+    optimizer = advance(MADGRAD(groups, lr=0.1), params, range(2))
     saved = optimizer.state_dict()
     saved["state"][0]["initial_param"] = {}
     optimizer.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""The grid: a record each for backends, dtypes, options, shapes. A new backend adds a record."""
+"""The grid of backends, dtypes, options and shapes; a new backend adds a record to it."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,8 +21,8 @@ class Backend:
     name: str
     flags: dict[str, Any]
     device: str = "cpu"
-    module: Any = None  # runs in place of what would be chosen
-    interpreted: bool = False  # some thousand times slower, and cuts bfloat16 where a GPU rounds
+    module: Any = None  # used instead of the backend that the optimizer would choose
+    interpreted: bool = False  # a thousand times slower, and truncates bfloat16 where a GPU rounds
     dtypes: tuple[torch.dtype, ...] = (
         torch.float64,
         torch.float32,
@@ -35,12 +36,14 @@ class Backend:
         return self.name
 
 
+EAGER = Backend("eager", {"foreach": False})
+NATIVE = Backend("cpu", {"fused": True})
 BACKENDS = [
-    Backend("eager", {"foreach": False}),
+    EAGER,
     Backend("foreach", {"foreach": True}),
     Backend("eager-capturable", {"foreach": False, "capturable": True}),
     Backend("foreach-capturable", {"foreach": True, "capturable": True}),
-    Backend("cpu", {"fused": True}),
+    NATIVE,
     Backend("cpu-capturable", {"fused": True, "capturable": True}),
 ]
 if torch.cuda.is_available():
@@ -56,6 +59,8 @@ elif os.environ.get("TRITON_INTERPRET") == "1":
         Backend("triton", {}, module=triton, interpreted=True),
         Backend("triton-capturable", {"capturable": True}, module=triton, interpreted=True),
     ]
+TRITON = next((backend for backend in BACKENDS if backend.name == "triton"), None)
+FAST_BACKENDS = [backend for backend in BACKENDS if not backend.interpreted]
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,11 @@ class Method:
 MADGRAD = Method("madgrad", cubegrad.MADGRAD, oracle.Madgrad)
 MIRROR = Method("mirror", cubegrad.MirrorMADGRAD, oracle.MirrorMadgrad)
 METHODS = [MADGRAD, MIRROR]
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+each_fast_backend = pytest.mark.parametrize("backend", FAST_BACKENDS, ids=str)
+each_method = pytest.mark.parametrize("method", METHODS, ids=str)
+each_class = pytest.mark.parametrize("cls", [cubegrad.MADGRAD, cubegrad.MirrorMADGRAD])
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -115,7 +125,7 @@ def build(
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
-    """As float64 coordinates; a complex number is two."""
+    """float64 coordinates; a complex number is two of them."""
     tensor = tensor.detach().cpu()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -138,7 +148,7 @@ def channels_last(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter's shape, how it and its gradient lie in memory."""
+    """A parameter's shape, and the memory layout of it and of its gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -174,7 +184,7 @@ SHAPES = [
 
 
 def moved(value: Tensor, device: str) -> Tensor:
-    """On the device with the same strides, gaps and offset, which `to` would not keep."""
+    """The value on the device, with the strides, gaps and offset that `to` would not keep."""
     if value.device.type == device:
         return value
     room = torch.zeros(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)

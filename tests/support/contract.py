@@ -1,9 +1,10 @@
-"""Our optimizers as torch's tests see its own: the ways to build each, and the ways it can run."""
+"""What torch's tests need of an optimizer: the ways to build each of ours, and to run it."""
 
 import copy
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,13 +12,13 @@ from cubegrad import MADGRAD, MirrorMADGRAD
 
 
 class EstimatedMADGRAD(MADGRAD):
-    """With lr="auto" unless told otherwise."""
+    """MADGRAD with lr="auto" by default."""
 
     def __init__(self, params: Any, lr: Any = "auto", **options: Any) -> None:
         super().__init__(params, lr, **options)
 
 
-# No foreach, fused or differentiable in here: the tests cross these with IMPLEMENTATIONS.
+# Without foreach, fused and differentiable: the tests combine these with IMPLEMENTATIONS.
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no momentum": {"momentum": 0.0},
@@ -52,7 +53,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Copies, since a scheduler writes into a tensor lr."""
+        """A copy, since a scheduler writes into a tensor lr."""
         config = (CONFIGS | WITH_LR)[self.config]
         return copy.deepcopy(config) | IMPLEMENTATIONS[self.implementation]
 
@@ -73,6 +74,10 @@ CASES = [
 ]
 DEFAULTS = [case for case in CASES if case.config == "default"]
 
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_default = pytest.mark.parametrize("case", DEFAULTS, ids=str)
+each_class = pytest.mark.parametrize("cls", CLASSES)
+
 
 def net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -92,9 +97,3 @@ def line(contiguous: bool = True) -> tuple[nn.Parameter, nn.Parameter, Tensor]:
 
 def line_loss(weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
     return (weight.mv(inputs) + bias).square().sum()
-
-
-def give_grads(params: list[Tensor], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        param.grad = torch.randn(param.shape, dtype=param.dtype, generator=generator)

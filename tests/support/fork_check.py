@@ -1,4 +1,4 @@
-"""Steps in a forked child and in the workers of a data loader, beside the same steps here."""
+"""Check that steps in a forked child or a data loader's worker equal those of this process."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import cubegrad
 
 
 def prepared(threads):
-    """Enough numbers that several threads are worth waking."""
+    """An optimizer after a step, with enough elements for several threads."""
     torch.set_num_threads(threads)
     sizes = (200_000, 3, 70_001)
     params = [torch.nn.Parameter(cases.randn((n,), torch.float32, n)) for n in sizes]
@@ -36,7 +36,7 @@ class Trains(torch.utils.data.Dataset):
 
 
 def in_a_fork(expected):
-    """torch's own threads stay in the parent, where a parallel loop has made them."""
+    """The threads that torch has started stay in the parent process."""
     optimizer = prepared(2)
     child = os.fork()
     if child == 0:

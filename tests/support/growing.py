@@ -1,4 +1,4 @@
-"""An optimizer that "estimates" numbers known beforehand: half as much again after each step."""
+"""An optimizer with known "estimates" of its learning rate: each is 1.5 times the last."""
 
 from collections.abc import Iterable
 
@@ -9,22 +9,22 @@ FIRST = 1e-4
 
 
 class Growing(SGD):
-    """Under lr="auto" as cubegrad.MADGRAD has it: a group's lr is a factor, 1 at first."""
+    """SGD with lr="auto" as in cubegrad.MADGRAD: a group's lr is a factor, 1 at first."""
 
     first = FIRST
 
     def __init__(self, params: Iterable[Tensor], lr: str, weight_decay: float) -> None:
         assert lr == "auto"
         super().__init__(params, lr=1.0, weight_decay=weight_decay)
-        self.param_groups[0]["found"] = self.first  # where a state dict keeps it
+        self.param_groups[0]["estimate"] = self.first  # so that state dicts have it
 
     def estimated_lr(self) -> float:
-        found: float = self.param_groups[0]["found"]
-        return found
+        estimate: float = self.param_groups[0]["estimate"]
+        return estimate
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
-        factor, group["lr"] = group["lr"], group["lr"] * group["found"]
+        factor, group["lr"] = group["lr"], group["lr"] * group["estimate"]
         super().step(closure)
         group["lr"] = factor
-        group["found"] *= 1.5
+        group["estimate"] *= 1.5

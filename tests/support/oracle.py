@@ -1,7 +1,7 @@
-"""Algorithm 1 and its mirror form in float64 numpy, line by line: the judge of every backend.
+"""Algorithm 1 and its mirror form in float64 numpy, line by line: the reference for every backend.
 
-Beside each result stands its size: what was added up to make it, carried through to first
-order. A rounding error of the result is relative to that, not to what cancellation leaves.
+`size` has the sum of the absolute values of all that was added up for each result, to first order.
+Rounding errors are relative to it, and not to the result, which cancellation may make small.
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class Settings:
 
 
 def quotient(numerator: Array, denominator: Array) -> Array:
-    """0 where the denominator is 0: such a coordinate has not moved."""
+    """0 where the denominator is 0: a coordinate that never had a gradient does not move."""
     out = np.zeros(np.shape(numerator))
     return np.divide(numerator, denominator, out=out, where=denominator != 0)
 
@@ -85,8 +85,8 @@ class Madgrad:
             "initial_param": np.abs(self.x0),
         }
 
-    def take(self, x: Array, state: dict[str, Array], o: Settings) -> None:
-        """Go on from the rounded numbers that are stored; x_0 follows where it is not kept."""
+    def restart(self, x: Array, state: dict[str, Array], o: Settings) -> None:
+        """Continue from rounded numbers that an optimizer stored; x_0 is computed if missing."""
         self.x = x
         self.s, self.nu = state["grad_sum"], state["grad_sq_sum"]
         self.x0 = state.get("initial_param", x + self.displacement(o.eps))
@@ -169,7 +169,7 @@ class MirrorMadgrad:
             "grad_sq_sum": nu_size,
         }
 
-    def take(self, x: Array, state: dict[str, Array], _: Settings) -> None:
+    def restart(self, x: Array, state: dict[str, Array], _: Settings) -> None:
         self.x = x
         self.nu, self.z = state["grad_sq_sum"], state["z"]
 

@@ -1,7 +1,7 @@
 """Scenarios in several processes: `python ranks.py RANK WORLD FOLDER MODULE...` is one of them.
 
-Starting the processes takes longer than most scenarios, so all scenarios share them; the report
-says of each whether every process got through it.
+Starting processes takes longer than most scenarios, so all scenarios share them. The report of a
+scenario is `REACHED` if it ran to its end in every process.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from pathlib import Path
 
 SECONDS = 240  # for all scenarios; 30 are usual on 2 cores
 REACHED = "reached the end"
-# Warnings are errors, as in pytest, but for torch.distributed.optim's use of torch.jit and for the
-# notice that a checkpoint of one process, asked for as such, is one.
+# Warnings are errors, as in pytest, except for torch.distributed.optim's use of torch.jit and the
+# notice that a checkpoint saved with no_dist=True is that of one process.
 WARNINGS = (
     *("-W", "error", "-W", "ignore:`torch.jit.:DeprecationWarning"),
     *("-W", "ignore::RuntimeWarning:triton.runtime.interpreter"),
@@ -46,7 +46,7 @@ def on(*worlds: int) -> Callable[[Scenario], Scenario]:
 
 
 def run(modules: Iterable[str], world: int, folder: Path) -> dict[str, str]:
-    """Start the processes; what became of each scenario, by name."""
+    """Start the processes; a report on each scenario, by name."""
     folder.mkdir(parents=True, exist_ok=True)
     processes = []
     for rank in range(world):
@@ -71,15 +71,15 @@ def run(modules: Iterable[str], world: int, folder: Path) -> dict[str, str]:
         for section in sections:
             name, _, outcome = section.partition("\n")
             if REACHED not in outcome:
-                told = reports.get(name, REACHED).removeprefix(REACHED)
-                reports[name] = f"{told}rank {rank}: {outcome}"
+                others = reports.get(name, REACHED).removeprefix(REACHED)
+                reports[name] = f"{others}rank {rank}: {outcome}"
             reports.setdefault(name, REACHED)
     return reports
 
 
 def main() -> None:
     """One process: run the scenarios in order and stop at the first that fails."""
-    import torch  # late: the parent only starts processes
+    import torch  # here, since the parent only starts processes
 
     rank, world, folder, *modules = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Scenarios of test_distributed.py: saved at one number of processes, resumed at another.
 
-The gradients are made up, the same at any number of processes, so that every run must end at the
-bits of the unbroken one in a single process.
+The gradients are random, but the same at any number of processes, so that every run must equal the
+unbroken one of a single process bit for bit.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on
-from sharded_nets import net, sharded, spread, whole
+from sharded_nets import distributed, net, sharded, whole
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad.sharding import local
 
 FOLDER = Path(os.environ.get("FOLDER", "."))  # set for the processes by ranks.run
 SETTINGS = {
@@ -45,14 +46,10 @@ def advance(model, optimizer, first, last):
     for k in range(first, last):
         for i, param in enumerate(model.parameters()):
             grad = cases.randn(tuple(param.shape), param.dtype, 50 * k + i)
-            is_spread = isinstance(param, DTensor)
-            param.grad = spread(grad, *param.placements) if is_spread else grad
+            shard = isinstance(param, DTensor)
+            param.grad = distributed(grad, *param.placements) if shard else grad
         optimizer.step()
     optimizer.zero_grad()
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unbroken(setting):
@@ -67,7 +64,7 @@ def contents(model, optimizer):
 
 
 def resume(setting, shard, checkpoint, **options):
-    """From other weights and another lr: all that counts comes from the checkpoint."""
+    """Start with other weights and another lr: the checkpoint must replace them."""
     model, optimizer = build(setting, shard, seed=1, lr=0.7)
     before = [whole(p).clone() for p in model.parameters()]
     target = contents(model, optimizer)
@@ -86,7 +83,7 @@ def resume(setting, shard, checkpoint, **options):
 
 
 def check(setting, model, optimizer):
-    """Go on to step 8 and compare every weight and buffer with the unbroken run."""
+    """Continue to step 8 and compare every weight and buffer with the unbroken run."""
     advance(model, optimizer, 4, 8)
     reference, single = unbroken(setting)
     assert optimizer.param_groups[0]["lr"] == single.param_groups[0]["lr"]
@@ -127,7 +124,7 @@ def from_two_sharded_processes_to_three():
 
 
 @on(2)
-def an_asynchronous_save_holds_the_moment_it_was_called():
+def an_asynchronous_save_has_the_state_at_its_call():
     for setting in SETTINGS:
         model, optimizer = build(setting, shard=True)
         advance(model, optimizer, 0, 4)
@@ -183,14 +180,14 @@ def momentum_raised_before_saving_is_saved_with_the_shards_of_x_0():
     optimizer.param_groups[0]["momentum"] = 0.9
     saved = optimizer.state_dict()["state"]
     for key, (start, param) in enumerate(zip(starts, model.parameters(), strict=True)):
-        found = saved[key]["initial_param"]
-        assert found.placements == param.placements
-        torch.testing.assert_close(local(found), start, rtol=0, atol=1e-6)
+        start_shard = saved[key]["initial_param"]
+        assert start_shard.placements == param.placements
+        torch.testing.assert_close(local(start_shard), start, rtol=0, atol=1e-6)
         assert "initial_param" not in optimizer.state[param]
 
 
 @on(2)
-def what_a_wrapper_keeps_of_a_shard_comes_along():
+def entries_of_a_wrapper_are_loaded_with_the_shards():
     model, optimizer = build("bfloat16", shard=True)
     advance(model, optimizer, 0, 1)
     for param in model.parameters():
@@ -199,6 +196,6 @@ def what_a_wrapper_keeps_of_a_shard_comes_along():
     other.load_state_dict(optimizer.state_dict())
     pairs = zip(model.parameters(), other.param_groups[0]["params"], strict=True)
     for param, twin in pairs:
-        found = other.state[twin]["slow"]
-        assert found.placements == param.placements
-        assert torch.equal(local(found), local(param))
+        slow = other.state[twin]["slow"]
+        assert slow.placements == param.placements
+        assert torch.equal(local(slow), local(param))

@@ -1,10 +1,11 @@
-"""What the scenarios in several processes share: a small network, its shards, its training."""
+"""For scenarios in several processes: a small network, its shards, its training."""
 
 import copy
 
 import cases
 import torch
 import torch.distributed as dist
+from short_runs import tanh_net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,8 +16,8 @@ from cubegrad import MADGRAD
 BATCH = 12
 
 
-def spread(full, *placements):
-    """Each process cuts its own part; nobody sends anything."""
+def distributed(full, *placements):
+    """A DTensor of which each process takes its own part; nothing is sent."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
 
@@ -28,8 +29,7 @@ def whole(tensor):
 
 def net(seed=0):
     """5 and 3 rows leave uneven shards, and 1 row empty ones."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+    return tanh_net(7, 5, 3, 1, seed=seed)
 
 
 def sharded(model, **options):
@@ -41,7 +41,7 @@ def sharded(model, **options):
 
 
 def batch(k, part=None):
-    """The whole batch, or this process's share of it."""
+    """The whole batch, or one process's part of it."""
     x = torch.randn(BATCH, 7, generator=torch.Generator().manual_seed(k))
     if part is None:
         return x
@@ -56,21 +56,21 @@ def train(model, optimizer, part=None, steps=range(6), before_step=lambda: None)
         optimizer.step()
 
 
-def assert_close(found, expected, exactly):
+def assert_close(tensor, expected, exactly):
     if exactly:
-        assert cases.same_bits(found, expected), (found - expected).abs().max()
+        assert cases.same_bits(tensor, expected), (tensor - expected).abs().max()
     else:
-        rounding = torch.finfo(found.dtype).eps if found.dtype == torch.bfloat16 else 0.0
-        torch.testing.assert_close(found, expected, rtol=1e-6 + rounding, atol=1e-6)
+        rounding = torch.finfo(tensor.dtype).eps if tensor.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(tensor, expected, rtol=1e-6 + rounding, atol=1e-6)
 
 
 def assert_equal(model, reference, exactly):
-    """Bit for bit, or to 1e-6 where processes add up gradients in another order."""
+    """Bit for bit, or to 1e-6 if processes add up gradients in another order."""
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert_close(whole(p), q.detach(), exactly)
 
 
-def pair(cls=MADGRAD, **options):
+def reference_run(cls=MADGRAD, **options):
     reference = net()
     return reference, cls(reference.parameters(), lr=0.05, **options)
 

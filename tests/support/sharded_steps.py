@@ -10,9 +10,9 @@ from ranks import on
 from sharded_nets import (
     assert_close,
     batch,
+    distributed,
     net,
     sharded,
-    spread,
     whole,
 )
 from torch import nn
@@ -35,7 +35,7 @@ BACKENDS = [backend for backend in cases.BACKENDS if "-" not in backend.name]
 def check_sharded_steps(backend, method, dtype, placement, momenta):
     shapes = [(7, 5), (1, 4), (6, 6)]
     plain = [nn.Parameter(cases.randn(s, dtype, i)) for i, s in enumerate(shapes)]
-    params = [nn.Parameter(spread(p.detach(), placement)) for p in plain]
+    params = [nn.Parameter(distributed(p.detach(), placement)) for p in plain]
     one, many = (
         cases.build(method, backend, ps, {"momentum": momenta[0], "weight_decay": 0.01})
         for ps in (plain, params)
@@ -43,7 +43,7 @@ def check_sharded_steps(backend, method, dtype, placement, momenta):
     for k, momentum in enumerate(momenta):
         for i, (p, q) in enumerate(zip(plain, params, strict=True)):
             p.grad = cases.randn(tuple(p.shape), dtype, 10 * k + i)
-            q.grad = spread(p.grad, placement)
+            q.grad = distributed(p.grad, placement)
         for optimizer in (one, many):
             optimizer.param_groups[0]["momentum"] = momentum
         one.step()
@@ -68,8 +68,8 @@ def check_sharded_steps(backend, method, dtype, placement, momenta):
 
 @on(2, 3)
 def every_backend_steps_its_shards():
-    """The fused ones bit for bit. torch's own x ** (1 / 3) rounds the last few elements of a tensor
-    otherwise than those it takes by the vector, so there 1e-6 is what can be asked."""
+    """The fused ones bit for bit, the others to 1e-6: torch's x ** (1 / 3) rounds the last elements
+    of a tensor differently from those that it computes by vectors."""
     dtypes = (torch.float32, torch.bfloat16, torch.complex64)
     momenta = ([0.9] * 4, [0.0] * 4, [0.0, 0.0, 0.0, 0.9, 0.9, 0.0, 0.0, 0.0])
     for backend, method in itertools.product(BACKENDS, cases.METHODS):
@@ -83,13 +83,13 @@ def every_backend_steps_its_shards():
 
 @on(2)
 def a_prepared_step_sees_shards_that_moved():
-    param = nn.Parameter(spread(torch.ones(5, 4), Shard(0)))
+    param = nn.Parameter(distributed(torch.ones(5, 4), Shard(0)))
     plain = nn.Parameter(torch.ones(5, 4))
     optimizers = [MADGRAD([param], lr=0.1), MADGRAD([plain], lr=0.1)]
 
     def step():
         plain.grad = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-        param.grad = spread(plain.grad, Shard(0))
+        param.grad = distributed(plain.grad, Shard(0))
         for optimizer in optimizers:
             optimizer.step()
         assert cases.same_bits(whole(param), plain.detach())
@@ -110,11 +110,11 @@ def a_prepared_step_sees_shards_that_moved():
 
 
 @on(2, 3)
-def a_step_touches_its_share_of_the_bytes():
+def a_step_uses_the_memory_of_its_own_shards_only():
     world = dist.get_world_size()
     full = torch.randn(6 * 32, 16)
-    param = nn.Parameter(spread(full, Shard(0)))
-    param.grad = spread(full, Shard(0))
+    param = nn.Parameter(distributed(full, Shard(0)))
+    param.grad = distributed(full, Shard(0))
     optimizer = MADGRAD([param])
     seen = []
     backend = optimizer._backend(optimizer.param_groups[0])
@@ -138,7 +138,7 @@ def a_step_touches_its_share_of_the_bytes():
 
 
 @on(2)
-def a_parameter_that_is_a_sum_is_refused():
+def a_parameter_that_is_a_partial_sum_is_refused():
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
     with pytest.raises(TypeError, match="must be sharded or replicated"):
@@ -168,9 +168,9 @@ def an_optimizer_built_before_sharding_is_refused():
 
 
 @on(2)
-def parameters_without_gradients_are_no_reason_to_refuse():
+def parameters_without_gradients_are_not_refused():
     model, other = net(), sharded(net())
-    other(batch(0)).sum().backward()  # of the same shapes, with gradients, in no optimizer
+    other(batch(0)).sum().backward()  # the same shapes, with gradients, but in no optimizer
     optimizer = MADGRAD([*model.parameters(), nn.Parameter(torch.ones(4))], lr=0.05)
     optimizer.step()  # before any backward
     assert not optimizer.state
@@ -191,12 +191,12 @@ def a_state_dict_loads_across_layouts():
     plain = nn.Parameter(full.clone())
     one = MADGRAD([plain], lr=0.1)
     layouts = [Shard(0), Shard(1), Replicate()]
-    params = [nn.Parameter(spread(full, placement)) for placement in layouts]
+    params = [nn.Parameter(distributed(full, placement)) for placement in layouts]
     many = [MADGRAD([param], lr=0.5) for param in params]
 
     def step(param, optimizer, k):
         grad = torch.randn(7, 4, generator=torch.Generator().manual_seed(k))
-        param.grad = spread(grad, *param.placements) if isinstance(param, DTensor) else grad
+        param.grad = distributed(grad, *param.placements) if isinstance(param, DTensor) else grad
         optimizer.step()
 
     step(plain, one, 1)

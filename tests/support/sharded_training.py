@@ -1,4 +1,4 @@
-"""Scenarios of test_distributed.py: every way to spread a model, and one process alone."""
+"""Scenarios of test_distributed.py: every way to distribute a model equals one process alone."""
 
 import copy
 import itertools
@@ -11,7 +11,7 @@ from sharded_nets import (
     assert_equal,
     batch,
     net,
-    pair,
+    reference_run,
     same_batch_is_exact,
     sharded,
     train,
@@ -20,9 +20,7 @@ from sharded_nets import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import (
-    Shard,
-)
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -38,20 +36,20 @@ from cubegrad import MADGRAD, MirrorMADGRAD, sharding
 @on(2, 3)
 def ddp_accumulates_and_agrees():
     for cls in (MADGRAD, MirrorMADGRAD):
-        reference, single = pair(cls)
+        reference, single = reference_run(cls)
         model = DistributedDataParallel(net())
         optimizer = cls(model.parameters(), lr=0.05)
         train(reference, single)
         train(model, optimizer, dist.get_rank())
         assert_equal(model.module, reference, exactly=False)
     if same_batch_is_exact():
-        reference, single = pair()
+        reference, single = reference_run()
         model = DistributedDataParallel(net())
         train(reference, single)
         train(model, MADGRAD(model.parameters(), lr=0.05))
         assert_equal(model.module, reference, exactly=True)
 
-    reference, single = pair()
+    reference, single = reference_run()
     model = DistributedDataParallel(net())
     optimizer = MADGRAD(model.parameters(), lr=0.05)
     for k in range(0, 6, 2):
@@ -70,7 +68,7 @@ def ddp_accumulates_and_agrees():
 @on(2, 3)
 def fsdp2_with_uneven_shards():
     for cls, momentum in itertools.product((MADGRAD, MirrorMADGRAD), (0.0, 0.9)):
-        reference, single = pair(cls, momentum=momentum)
+        reference, single = reference_run(cls, momentum=momentum)
         model = sharded(net())
         assert any(p._local_tensor.numel() == 0 for p in model.parameters()) or dist.get_rank() == 0
         optimizer = cls(model.parameters(), lr=0.05, momentum=momentum)
@@ -80,7 +78,7 @@ def fsdp2_with_uneven_shards():
         assert optimizer._backend(optimizer.param_groups[0]).NAME == "cpu"
         assert optimizer._repeats.prepared
     if same_batch_is_exact():
-        reference, single = pair()
+        reference, single = reference_run()
         model = sharded(net())
         train(reference, single)
         train(model, MADGRAD(model.parameters(), lr=0.05))
@@ -89,7 +87,7 @@ def fsdp2_with_uneven_shards():
 
 @on(2, 3)
 def fsdp2_accumulates_without_sync():
-    reference, single = pair()
+    reference, single = reference_run()
     model = sharded(net())
     optimizer = MADGRAD(model.parameters(), lr=0.05)
     for k in range(0, 6, 2):
@@ -97,16 +95,16 @@ def fsdp2_accumulates_without_sync():
             model.set_requires_gradient_sync(j == k + 1)
             model(batch(j, dist.get_rank())).square().mean().backward()
             reference(batch(j)).square().mean().backward()
-        for either in (optimizer, single):
-            either.step()
-            either.zero_grad()
+        for its in (optimizer, single):
+            its.step()
+            its.zero_grad()
     assert_equal(model, reference, exactly=False)
 
 
 @on(2)
 def fsdp2_mixed_precision_keeps_float32_masters():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reference, single = pair()
+    reference, single = reference_run()
     model = sharded(net(), mp_policy=policy)
     optimizer = MADGRAD(model.parameters(), lr=0.05)
     for k in range(6):
@@ -121,7 +119,7 @@ def fsdp2_mixed_precision_keeps_float32_masters():
 
 @on(2, 3)
 def fsdp2_offloaded_runs_the_fused_cpu_backend():
-    reference, single = pair()
+    reference, single = reference_run()
     model = sharded(net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = MADGRAD(model.parameters(), lr=0.05, fused=True)
     train(reference, single)
@@ -135,7 +133,7 @@ def hsdp_meshes():
     world = dist.get_world_size()
     for shape in [(2, 2)] if world == 4 else [(world, 1), (1, world)]:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        reference, single = pair()
+        reference, single = reference_run()
         model = sharded(net(), mesh=mesh)
         train(reference, single)
         train(model, MADGRAD(model.parameters(), lr=0.05), dist.get_rank())
@@ -143,7 +141,7 @@ def hsdp_meshes():
 
 
 class Block(nn.Module):
-    """Its norm sees a part of the sequence, so its gradients are partial sums."""
+    """Its norm gets a part of the sequence, so the gradients of the norm are partial sums."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +150,8 @@ class Block(nn.Module):
         self.down = nn.Linear(12, 7)
 
     def forward(self, x):
-        return 2.0 * self.down(torch.tanh(self.up(self.norm(x))))  # FSDP2 warns of views
+        # The product makes a new tensor: FSDP2 warns of views.
+        return 2.0 * self.down(torch.tanh(self.up(self.norm(x))))
 
 
 @on(2, 3)
@@ -171,8 +170,8 @@ def tensor_parallel():
     optimizer = MADGRAD(model.parameters(), lr=0.05)
     single = MADGRAD(reference.parameters(), lr=0.05)
     for k in range(5):
-        for either, run, part in ((optimizer, model, dist.get_rank()), (single, reference, None)):
-            either.zero_grad()
+        for its, run, part in ((optimizer, model, dist.get_rank()), (single, reference, None)):
+            its.zero_grad()
             run(batch(k, part)).square().mean().backward()
         assert any(place.is_partial() for place in model.norm.weight.grad.placements)
         optimizer.step()
@@ -193,13 +192,13 @@ def fsdp2_over_tensor_parallel():
     single = MADGRAD(reference.parameters(), lr=0.05)
     half = dist.get_rank() // 2
     for k in range(5):
-        for either, run, x in (
+        for its, run, x in (
             (optimizer, model, batch(k).chunk(2)[half]),
             (single, reference, batch(k)),
         ):
-            either.zero_grad()
+            its.zero_grad()
             run(x).square().mean().backward()
-            either.step()
+            its.step()
     assert_equal(model, reference, exactly=False)
     assert len(model.up.weight.placements) == 2
     assert optimizer.state[model.up.weight]["grad_sum"].placements == model.up.weight.placements
@@ -211,10 +210,10 @@ def fsdp2_over_tensor_parallel():
 
 @on(2, 3)
 def zero_redundancy_optimizer():
-    # Late: its import warns of torch.jit, which pytest would take for an error.
+    # Imported here: it warns of torch.jit, which is an error in pytest.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    reference, single = pair()
+    reference, single = reference_run()
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), MADGRAD, lr=0.05)
     train(reference, single, steps=range(3))
@@ -233,7 +232,7 @@ def zero_redundancy_optimizer():
 
 @on(2, 3)
 def clipping_over_shards():
-    reference, single = pair()
+    reference, single = reference_run()
     model = sharded(net())
     norms = []
 
@@ -252,21 +251,21 @@ def clipping_over_shards():
 @on(2, 3)
 def an_overflow_anywhere_skips_the_step_everywhere():
     for fused in (None, False):  # in the kernel, and by GradScaler itself
-        reference, single = pair(fused=fused)
+        reference, single = reference_run(fused=fused)
         model = sharded(net())
         optimizer = MADGRAD(model.parameters(), lr=0.05, fused=fused)
         scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
         for k in range(6):
             runs = ((reference, single, None), (model, optimizer, dist.get_rank()))
-            for (run, either, part), scaler in zip(runs, scalers, strict=True):
-                either.zero_grad()
+            for (run, its, part), scaler in zip(runs, scalers, strict=True):
+                its.zero_grad()
                 scaler.scale(run(batch(k, part)).square().mean()).backward()
                 # The first rows, which the first process alone holds.
                 shard = sharding.local(run[0].weight.grad)
                 if k == 3 and (part is None or part == 0):
                     shard[0, 0] = float("inf")
                 before = [sharding.local(p.detach()).clone() for p in run.parameters()]
-                scaler.step(either)
+                scaler.step(its)
                 scaler.update()
                 after = [sharding.local(p.detach()) for p in run.parameters()]
                 assert all(map(torch.equal, before, after)) == (k == 3)

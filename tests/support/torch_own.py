@@ -1,6 +1,6 @@
 """Run by test_torch_own.py: torch's own description of an optimizer, for ours, and its own tests.
 
-    python torch_own.py                 which of the errors that torch asks of all are missing
+    python torch_own.py                 lists errors that torch expects of all and ours do not raise
     python torch_own.py ~/pytorch       runs TestOptimRenewed of that checkout over our optimizers
 
 A process of its own, since torch.testing._internal changes the one that imports it: it freezes
@@ -54,7 +54,7 @@ def info(cls: type) -> Any:
 
 
 def missing_errors(optim_info: Any) -> list[str]:
-    """What should have been refused with an error of this kind, and was not."""
+    """The inputs that should raise this error and do not."""
     missing = []
     for expected in optim_info.optim_error_inputs_func("cpu", torch.float32):
         case = expected.optimizer_error_input

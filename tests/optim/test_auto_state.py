@@ -1,0 +1,87 @@
+"""MADGRAD(lr="auto"): state dicts and copies keep the estimate."""
+
+import copy
+import math
+from typing import Any
+
+import cases
+import pytest
+import torch
+from auto_classifier import Classifier, two_groups
+from short_runs import ones, through_a_file, through_pickle
+
+from cubegrad import MADGRAD
+
+
+@pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("how", ["state_dict", "file", "pickle", "deepcopy"])
+def test_a_run_continues_bit_for_bit(how: str, flags: dict[str, Any]) -> None:
+    whole = Classifier(two_groups, **flags).train(range(20))
+    first = Classifier(two_groups, **flags)
+    first.train(range(11))
+    second = Classifier(two_groups, **flags)
+    second.net.load_state_dict(first.net.state_dict())
+    saved = first.optimizer.state_dict()
+    if how in ("state_dict", "file"):
+        copied = through_a_file if how == "file" else copy.deepcopy
+        second.optimizer.load_state_dict(copied(saved))
+    else:
+        copied = through_pickle if how == "pickle" else copy.deepcopy
+        second.net, second.optimizer = copied((first.net, first.optimizer))
+    assert torch.equal(second.train(range(11, 20)), whole)
+    first.train(range(11, 13))  # the copy shares no memory with its source
+    assert torch.equal(second.weights(), whole)
+
+
+def test_old_checkpoints_keep_their_lr() -> None:
+    old = MADGRAD([ones(3)], lr=0.25)
+    saved = old.state_dict()
+    del saved["param_groups"][0]["auto_lr"]
+    other = MADGRAD([ones(3)], lr=0.5)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.25
+    with pytest.raises(RuntimeError, match=r"lr=0\.25; read"):
+        other.estimated_lr()
+    with pytest.raises(ValueError, match=r"with lr=0\.25, and the optimizer .* with lr='auto'"):
+        MADGRAD([ones(3)], lr="auto").load_state_dict(saved)
+    del old.defaults["auto_lr"], old.param_groups[0]["auto_lr"]
+    again = through_pickle(old)
+    again.param_groups[0]["params"][0].grad = torch.ones(3)
+    again.step()
+    assert (again.param_groups[0]["params"][0] < 1).all()
+
+
+DAMAGED = [
+    None,
+    torch.zeros(4),
+    torch.full((5,), math.nan),
+    torch.tensor([-0.1, 0, 1, 1, 1]),
+    torch.tensor([math.inf, 0, 1, 1, 1]),
+    torch.tensor([0.1, 0, -1, 1, 1]),
+    torch.tensor([0.1, 0, 1, -1, 1]),
+    torch.tensor([0.1, 0, 1, 1, -1]),
+    torch.tensor([0.1, 0, 1, 1, 0.5]),
+]
+
+
+@pytest.mark.parametrize("estimate", DAMAGED, ids=str)
+def test_a_damaged_estimate_is_refused(estimate: Any) -> None:
+    run = Classifier()
+    run.train(range(2))
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    saved["param_groups"][0]["estimate"] = estimate
+    with (
+        cases.no_change(*run.net.parameters()),
+        pytest.raises(ValueError, match="must be five numbers"),
+    ):
+        run.optimizer.load_state_dict(saved)
+    run.train(range(2, 3))
+
+
+def test_a_run_that_diverged_can_be_saved_and_loaded() -> None:
+    run = Classifier()
+    run.train(range(3))
+    run.optimizer.param_groups[0]["estimate"][2] = math.inf
+    again = Classifier()
+    again.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert again.optimizer.estimated_lr() == math.inf
