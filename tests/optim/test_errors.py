@@ -117,6 +117,19 @@ def test_a_backend_that_is_missing_is_refused_before_any_group_steps():
     assert torch.equal(first, torch.ones(3))
 
 
+def test_a_wrong_state_is_refused_before_any_tensor_of_the_group_is_stepped():
+    """Of two dtypes, which a fused step updates one after the other."""
+    first, second = ones(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = MADGRAD([first, second], fused=True)
+    for _ in range(2):
+        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+        optimizer.step()
+    optimizer.state[second]["grad_sum"] = torch.zeros(2, dtype=torch.float64)
+    own = [first, second, *optimizer.state[first].values()]
+    with cases.no_change(*own), pytest.raises(ValueError, match=r"shape \(2,\).*\(3,\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
