@@ -1,6 +1,7 @@
 """The torch.optim.Optimizer contract: groups, state_dict, load_state_dict, pickling, hooks."""
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypedDict, overload
@@ -114,25 +115,6 @@ class BaseOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step over every parameter that has a gradient; returns the closure's loss."""
-        # Torch wraps `step` in a profiler range and calls to hooks. Without a profiler or hooks it
-        # is skipped: to a host that has just waited for the device it is tens of microseconds, as
-        # much as all the rest of a fused step.
-        if (
-            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        ):
-            return self._step_with_hooks(closure)
-        return self._step(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # keeps torch from wrapping it
-    # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the
-    # compiler refuses to trace that wrapper, so `_init_group` notes the call.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,11 +123,12 @@ class BaseOptimizer(Optimizer):
             if torch.compiler.is_compiling():
                 compiled.step_groups(self)
             else:
-                self._opt_called = True
                 step_groups(self)
         return loss
 
-    _step_with_hooks = Optimizer.profile_hook_step(_step)
+    # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the
+    # compiler refuses to trace that wrapper, so our own functions note it.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _backend(self, group: Group) -> Backend:
         # Parameters without a gradient are not stepped, so it does not matter where they are.
@@ -161,7 +144,6 @@ class BaseOptimizer(Optimizer):
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
     def _init_group(self, group: Group, *columns: list[Tensor]) -> None:
-        self._opt_called = True
         compiled.fill_columns(self, group, *columns)
 
     def state_dict(self) -> StateDict:
@@ -192,3 +174,29 @@ class BaseOptimizer(Optimizer):
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _skip_idle_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out the profiler range and the hooks that torch puts around `step`, if there are none.
+
+    To a host that has just waited for the device they are tens of microseconds, as much as all the
+    rest of a fused step.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def step_or_hooked_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        hooked = (
+            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
+        return (with_hooks if hooked else step)(self, *args, **kwargs)
+
+    step_or_hooked_step.hooked = True  # type: ignore[attr-defined]  # keeps torch from wrapping it
+    return step_or_hooked_step
+
+
+BaseOptimizer.step = _skip_idle_hooks(BaseOptimizer.step)  # type: ignore[method-assign]

@@ -76,6 +76,7 @@ def fill_columns(
     *buffers: list[Tensor],
 ) -> None:
     """Fill the lists with what has a gradient; this runs while the step is traced, not in it."""
+    optimizer._opt_called = True  # for torch's schedulers
     found_inf = getattr(optimizer, "found_inf", None)
     weight = Weight.of(group["lr"], found_inf)
     for param, _, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):

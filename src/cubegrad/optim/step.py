@@ -27,6 +27,7 @@ Group = dict[str, Any]
 
 def step_groups(optimizer: "BaseOptimizer") -> None:
     groups, state = optimizer.param_groups, optimizer.state
+    optimizer._opt_called = True  # for torch's schedulers
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _refuse_blind_capture(groups)
     if not optimizer._has_had_gradients:
