@@ -41,6 +41,7 @@ class BaseOptimizer(Optimizer):
     """All that does not depend on the method."""
 
     _method: str  # a function of rule.py, and its layouts in state/layout.py
+    _opt_called: bool  # for torch's schedulers, which warn if they step first
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
     _steps_waited = 0  # by lr="auto", for a gradient to begin with
