@@ -76,11 +76,6 @@ def placed(value: Any, param: Any) -> Tensor:
     return local(value)
 
 
-def bump_versions(params: list[Tensor]) -> None:
-    """Tell autograd that DTensors were written to: what is stepped are their shards."""
-    torch.autograd.graph.increment_version(list(filter(is_sharded, params)))
-
-
 def sharded_over(param: Any) -> ShardedOver:
     if not is_sharded(param):
         return None

@@ -14,7 +14,7 @@ from cubegrad.backends import memory
 from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state.layout import state_dtype
+from cubegrad.state.layout import Layout
 
 
 def checked(batch: Batch) -> Batch:
@@ -24,7 +24,7 @@ def checked(batch: Batch) -> Batch:
         row._replace(grad=row.grad.clone()) if row.grad._is_zerotensor() else row
         for row in batch.rows
     ]
-    return batch._replace(rows=rows, spans=[_checked_spans(row) for row in rows])
+    return batch._replace(rows=rows, spans=[_checked_spans(batch.layout, row) for row in rows])
 
 
 def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
@@ -43,17 +43,16 @@ def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | No
         launch = _launch(make, batch, h)
     if launch is not None:
         launch.written, launch.grad_lengths = memory.packed(written), memory.lengths(read)
-    tensors.bump_versions([param for param in batch.params if not param.is_inference()])
+    tensors.bump_versions([row.param for row in rows if not row.param.is_inference()])
     return launch
 
 
-def _checked_spans(row: Row) -> Spans:
+def _checked_spans(layout: Layout, row: Row) -> Spans:
     """Where the gradient, the parameter, the step count and the buffers lie."""
     param, grad, step, buffers = row
-    expected = param.shape, state_dtype(param), param.device
-    for tensor in buffers:
-        if (tensor.shape, tensor.dtype, tensor.device) != expected:
-            raise _wrong_state(tensor, *expected)
+    for tensor, (shape, dtype) in zip(buffers, layout.forms(param), strict=True):
+        if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, param.device):
+            raise _wrong_state(tensor, shape, dtype, param.device)
     if step.shape or step.dtype != torch.float32:
         raise _wrong_state(step, torch.Size(), torch.float32, param.device)
     spans = []
@@ -114,7 +113,8 @@ def _dense(row: Row) -> Row:
     """The row if its tensors lie densely and alike on one device, else with copies that do."""
     param, grad, step, buffers = row
     step = step.to(param.device)
-    if memory.are_aligned(param, grad, *buffers):
+    like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
+    if memory.are_aligned(param, grad, *like_param):
         return row._replace(step=step)
     param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))
     return Row(param, grad, step, tuple(dense))

@@ -132,7 +132,8 @@ def _step_group(
         sums = None if h.sums is None else h.sums[batch.sharded_over]
         launches.append(backend.step(batch, h._replace(sums=sums)))
     owners = [member.owner for member in members]
-    sharding.bump_versions(owners)
+    sharded = [owner for owner, _, row, _ in members if owner is not row.param]
+    torch.autograd.graph.increment_version(sharded)  # autograd knows them, not their shards
     _drop_initial_params(optimizer, members, h)
     optimizer._starts.finish_step(owners)
     if optimizer._starts.any_open(owners):

@@ -26,6 +26,10 @@ class Layout(NamedTuple):
     def keeps_initial_param(self) -> bool:
         return self.start == "initial_param"
 
+    def forms(self, param: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+        """The shape and dtype of each buffer."""
+        return [(param.shape, state_dtype(param))] * len(self.buffers)
+
     def fresh(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
         """The state before the first step, whose x_0 is the parameter's value now."""
         dtype = state_dtype(param)
