@@ -121,10 +121,12 @@ class BaseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            if torch.compiler.is_compiling():
-                compiled.step_groups(self)
-            else:
+            if not torch.compiler.is_compiling():
                 step_groups(self)
+            elif compiled.can_be_traced(self):
+                compiled.step_groups(self)
+            else:  # called from here, where the compiler can resume after it
+                compiled.step_untraced(self)
         return loss
 
     # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the

@@ -18,16 +18,23 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 
-def step_groups(optimizer: "BaseOptimizer") -> None:
+def can_be_traced(optimizer: "BaseOptimizer") -> bool:
+    """Not with sparse gradients, and not the first step of lr="auto"."""
     groups = optimizer.param_groups
     grads = [param.grad for group in groups for param in group["params"]]
-    is_auto = any(group["auto_lr"] for group in groups)
-    if (is_auto and not auto.can_be_traced(optimizer)) or any(
-        grad is not None and grad.is_sparse for grad in grads
-    ):
-        _step_untraced(optimizer)
-        return
-    if not is_auto:
+    if any(grad is not None and grad.is_sparse for grad in grads):
+        return False
+    return auto.can_be_traced(optimizer) or not any(group["auto_lr"] for group in groups)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def step_untraced(optimizer: "BaseOptimizer") -> None:
+    step.step_groups(optimizer)
+
+
+def step_groups(optimizer: "BaseOptimizer") -> None:
+    groups = optimizer.param_groups
+    if not any(group["auto_lr"] for group in groups):
         for group in groups:
             _step_group(optimizer, group, step.hyper(optimizer, group))
         return
@@ -38,11 +45,6 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
         for group, h in zip(groups, hypers, strict=True)
     ]
     auto.end_traced_step(optimizer, hypers, idle)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _step_untraced(optimizer: "BaseOptimizer") -> None:
-    step.step_groups(optimizer)
 
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
