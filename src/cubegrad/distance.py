@@ -50,6 +50,25 @@ def step_sums(
     return (xp.total(agreement), *_root_sums(xp, h, new_sums[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
 
 
+def step_sums_from_root(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    grad: Array,
+    away: Array,
+    root: Array,
+    new_away: Array,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """`step_sums` for `rule.madgrad_from_root`.
+
+    `away` is x_0 - x before the step; `root` is ∛ν and `new_away` x_0 - z after it.
+    """
+    weighted = rule.loss_gradient(h, grad) * rule.step_weight(h.lr, step)
+    terms = weighted * away, (root + h.eps) * new_away * new_away, root
+    agreement, product, root_sum = (xp.total(xp.where_finite(root, term)) for term in terms)
+    return agreement, product, root_sum  # λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩, Σ_i ∛ν_i
+
+
 def idle_sums(
     xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
 ) -> tuple[Scalar, Scalar]:

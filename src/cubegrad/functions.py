@@ -1,4 +1,4 @@
-"""The elementary functions that rule.py and distance.py call `xp`, for tensors and for numbers."""
+"""The elementary functions that the maths calls `xp`, for tensors and for numbers."""
 
 import math
 
@@ -34,10 +34,34 @@ class TorchFunctions:
 
     where = staticmethod(torch.where)
     sqrt = staticmethod(torch.sqrt)
+    isfinite = staticmethod(torch.isfinite)
+    round = staticmethod(torch.round)
+    clip = staticmethod(torch.clamp)
 
     @staticmethod
     def larger(a: Tensor, b: Tensor | float) -> Tensor:
         return torch.fmax(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+
+    @staticmethod
+    def bits(x: Tensor) -> Tensor:
+        return x.view(torch.int32)
+
+    @staticmethod
+    def from_bits(x: Tensor) -> Tensor:
+        return x.view(torch.float32)
+
+    @staticmethod
+    def float32(codes: Tensor) -> Tensor:
+        return codes.to(torch.float32)
+
+    @staticmethod
+    def int32(codes: Tensor) -> Tensor:
+        return codes.to(torch.int32)
+
+    @staticmethod
+    def largest(x: Tensor) -> Tensor:
+        """Of each block, which is the last axis."""
+        return x.amax(dim=-1, keepdim=True)
 
 
 class NumberFunctions:

@@ -84,6 +84,11 @@ def check(options: dict[str, Any]) -> None:
         raise ValueError(
             "differentiable=True runs on the eager backend only; leave foreach and fused unset"
         )
+    if options["differentiable"] and options["compact"]:
+        raise ValueError(
+            "differentiable=True and compact=True exclude each other: rounding to codes has no "
+            "derivative; leave compact unset"
+        )
 
 
 def check_numbers(options: dict[str, Any], lr_name: str = "lr") -> None:

@@ -4,15 +4,16 @@ The eager and foreach backends and the JAX twin run these functions. The Triton 
 restate them, and one grid of tests holds every backend to the same float64 oracle.
 
 `xp` brings the functions that array libraries spell differently: `xp.cbrt(v)` is ∛v for v ≥ 0,
-`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite. `h` is one group's numbers for this step
-(`options.Hyper`). Any array type with operators will do: a torch tensor, a list of tensors, a JAX
-array, a numpy array.
+`xp.quotient(n, d)` is n/d, or 0 where 1/d is not finite, `xp.where(c, a, b)` is a where c, else b.
+`h` is one group's numbers for this step (`options.Hyper`). Any array type with operators will do: a
+torch tensor, a list of tensors, a JAX array, a numpy array.
 
 The order of operations is part of the rule. `λ g` is formed before it is multiplied by the second
 `g`, so a step size of 0 gives 0 and not 0·∞ when g² overflows. Every move is a subtraction of a
 difference, so a step that should move nothing changes no bit, not even the sign of a zero.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 Array = Any
@@ -118,3 +119,75 @@ def mirror_madgrad(
     move = xp.quotient(grad * rate, denominator)  # γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
     z = z - (move + 0.0)  # z_{k+1}; taking away a negative zero would turn -0 into 0
     return average(param, z, h.momentum), grad_sq_sum, z
+
+
+def madgrad_from_root(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    dual_offset: Array | None,
+    root: Array,
+    initial_param: Array,
+    store: Callable[[Array], Array] = lambda param: param,
+) -> tuple[Array, ...]:
+    """`madgrad` from m = z - x, r = ∛ν and x_0, a form whose state survives being rounded.
+
+    With d = x_0 - z the sums are s = d (r + ε) and ν = r³, so z_{k+1} is the same as in `madgrad`.
+    There a rounding error of s or ν stays in a sum for good. Here one of r changes a coordinate's
+    step size a little and moves nothing, and one of m is like noise in a gradient.
+
+    Without `dual_offset` c is 1, and x is z. A coordinate with r = 0 has had no gradient yet, so it
+    has not left x_0, whatever rounding made of x_0. `store` rounds x_{k+1} as it will be stored.
+    Returns x, m and r after the step, and x_0 - z_{k+1} for `distance.step_sums_from_root`.
+    """
+    grad = effective_gradient(h, param, grad)
+    param, initial_param = shrunk(h, param), shrunk(h, initial_param)
+    weighted = grad * step_weight(h.lr, step)  # λ_k g_k
+    growth = weighted * grad
+    new_root = xp.cbrt(root * root * root + growth)  # r_{k+1} = ∛(r_k³ + λ_k g_k∘g_k)
+    new_root = xp.where(growth == 0, root, new_root)  # not changed by rounding alone
+    away = initial_param - param
+    if dual_offset is not None:
+        dual_offset = shrunk(h, dual_offset)
+        away = away - dual_offset
+    away = xp.where(root == 0, 0.0, away)  # d_k = x_0 - z_k
+    # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
+    move = xp.quotient(weighted - away * (new_root - root), new_root + h.eps) + 0.0
+    new_param, new_offset = _averaged(h, param, dual_offset, move, store)
+    return new_param, new_offset, new_root, away + move
+
+
+def mirror_madgrad_from_root(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    param: Array,
+    grad: Array,
+    dual_offset: Array | None,
+    root: Array,
+    store: Callable[[Array], Array] = lambda param: param,
+) -> tuple[Array, ...]:
+    """`mirror_madgrad` from m = z - x and r = ∛ν, as `madgrad_from_root`; returns x, m and r."""
+    grad = effective_gradient(h, param, grad)
+    param = shrunk(h, param)
+    dual_offset = None if dual_offset is None else shrunk(h, dual_offset)
+    fade = (step / (step + 1)) ** 0.5
+    new_root = xp.cbrt(root * root * root * fade + grad * grad)  # r_{k+1} = ∛ν_{k+1}
+    rate = h.lr * (step + 1) ** (1 / 3)
+    move = xp.quotient(grad * rate, new_root + h.eps) + 0.0  # z_k - z_{k+1}
+    return (*_averaged(h, param, dual_offset, move, store), new_root)
+
+
+def _averaged(
+    h: Hyper,
+    param: Array,
+    dual_offset: Array | None,
+    move: Array,
+    store: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """x and z - x after z has moved by -move."""
+    ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
+    new_param = store(param - ahead * (1 - h.momentum))  # x_{k+1} = (1-c) x_k + c z_{k+1}
+    return new_param, (param - new_param) - ahead  # m_{k+1} = z_{k+1} - x_{k+1}

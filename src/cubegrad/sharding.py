@@ -1,7 +1,11 @@
 """DTensor in, local shard out: a step is elementwise, so each process steps what it holds."""
 
 import gc
+import importlib
+import math
+import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,19 +34,50 @@ def local(tensor: Any) -> Tensor:
     return shard
 
 
-def like(shard: Tensor, param: Any) -> Tensor:
-    """A DTensor of this shard, placed as its parameter is."""
+def like(shard: Tensor, param: Any, shape: torch.Size | None = None) -> Tensor:
+    """A DTensor of this shard, placed as its parameter is.
+
+    `shape` is that of the whole, if it is not the parameter's; its memory is then contiguous.
+    """
     if not is_sharded(param):
         return shard
+    stride = param.stride() if shape is None else _contiguous_strides(shape)
     whole: Tensor = sys.modules[API].DTensor.from_local(
         shard,
         param.device_mesh,
         param.placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=param.shape if shape is None else shape,
+        stride=stride,
     )
     return whole
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def cut_of_second_dimension(param: Any) -> int | None:
+    """Into how many parts it is sharded; None if a later dimension is sharded as well."""
+    if not is_sharded(param):
+        return 1
+    parts = 1
+    for size, place in zip(param.device_mesh.shape, param.placements, strict=True):
+        dim = getattr(place, "dim", 0)  # of a shard; a replica has none
+        if dim > 1:
+            return None
+        parts *= size if dim == 1 else 1
+    return parts
+
+
+def first_index(param: Any) -> int:
+    """The index in the whole parameter of the first coordinate that this process holds."""
+    if not is_sharded(param) or sharded_over(param) is None:
+        return 0
+    locate = importlib.import_module(f"{API}._utils").compute_local_shape_and_global_offset
+    _, offsets = locate(param.shape, param.device_mesh, param.placements)
+    index = sum(map(operator.mul, offsets, _contiguous_strides(param.shape)))
+    return int(index) * (2 if param.is_complex() else 1)
 
 
 def same_placement(tensor: Any, param: Any) -> bool:

@@ -19,6 +19,7 @@ class Row(NamedTuple):
     grad: Tensor
     step: Tensor
     buffers: tuple[Tensor, ...]  # as the batch's layout names them
+    first_index: int = 0  # of the parameter's first element in the whole, if it is a shard
 
 
 class Member(NamedTuple):
@@ -27,7 +28,7 @@ class Member(NamedTuple):
     owner: Tensor
     layout: Layout
     row: Row
-    drops_start: bool = False  # x_0 is held and used, but not needed after this step
+    drops: tuple[str, ...] = ()  # buffers that are held and used, but not needed after this step
 
 
 class Batch(NamedTuple):

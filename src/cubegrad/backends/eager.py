@@ -3,6 +3,7 @@
 import torch
 
 from cubegrad import distance, rule
+from cubegrad.backends import coded
 from cubegrad.backends.batch import Batch
 from cubegrad.functions import TorchFunctions
 from cubegrad.options import Hyper
@@ -17,8 +18,11 @@ def checked(batch: Batch) -> Batch:
 
 
 def step(batch: Batch, h: Hyper) -> None:
+    if batch.layout.is_coded:
+        coded.step(batch, h)
+        return
     update = getattr(rule, batch.layout.method)
-    for param, grad, step, buffers in batch.rows:
+    for param, grad, step, buffers, _ in batch.rows:
         dtype = state_dtype(param)
         k = step.to(dtype) if h.on_device else step.item()
         x, old = param, buffers

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import distance, rule
+from cubegrad.backends import coded
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.options import Hyper
 from cubegrad.state.layout import Layout, state_dtype
@@ -88,6 +89,9 @@ def checked(batch: Batch) -> Batch:
 
 
 def step(batch: Batch, h: Hyper) -> None:
+    if batch.layout.is_coded:  # in pieces that are too large for lists to gain anything
+        coded.step(batch, h)
+        return
     for rows in _by_step(batch.rows, h):
         for part in _slices(rows):
             _run(batch.layout, part, h)
@@ -127,7 +131,7 @@ def _slices(rows: list[Row]) -> Iterator[list[Row]]:
 
 def _pieces(row: Row, size: int) -> Iterator[Row]:
     """Views of about `size` elements that cover the row's tensors."""
-    param, grad, step, buffers = row
+    param, grad, step, buffers, _ = row
     if param.numel() <= size:
         yield row
         return
@@ -142,7 +146,7 @@ def _pieces(row: Row, size: int) -> Iterator[Row]:
 
 
 def _run(layout: Layout, rows: list[Row], h: Hyper) -> None:
-    params, grads, steps, buffers = zip(*rows, strict=True)
+    params, grads, steps, buffers, _ = zip(*rows, strict=True)
     state = [list(column) for column in zip(*buffers, strict=True)]
     dtype = state_dtype(params[0])
     k = TensorList([step.to(dtype) for step in steps]) if h.on_device else steps[0].item()

@@ -49,7 +49,7 @@ def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | No
 
 def _checked_spans(layout: Layout, row: Row) -> Spans:
     """Where the gradient, the parameter, the step count and the buffers lie."""
-    param, grad, step, buffers = row
+    param, grad, step, buffers, _ = row
     for tensor, (shape, dtype) in zip(buffers, layout.forms(param), strict=True):
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, param.device):
             raise _wrong_state(tensor, shape, dtype, param.device)
@@ -80,7 +80,7 @@ def _wrong_state(
 
 
 def _launch(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
-    dense = [_dense(row) for row in batch.rows]
+    dense = [_dense(batch.layout, row) for row in batch.rows]
     launch = make(batch._replace(rows=dense))
     table, _ = launch.table(array("q", (row.grad.data_ptr() for row in dense)).tobytes())
     launch.run(h, table)
@@ -97,24 +97,32 @@ def _launch(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch |
 
 def without_grads(batch: Batch) -> list[Any]:
     """What a launch must keep alive to be repeated; the gradients are the user's to free."""
-    return [(param, step, buffers) for param, _, step, buffers in batch.rows]
+    return [(row.param, row.step, row.buffers) for row in batch.rows]
 
 
 def addresses(batch: Batch) -> list[tuple[int, ...]]:
     """A kernel's table: parameter, up to three buffers, step count and elements of each row."""
     rows = []
-    for param, _, step, buffers in batch.rows:
+    for param, _, step, buffers, _ in batch.rows:
         state = [buffer.data_ptr() for buffer in buffers] + [0] * (3 - len(buffers))
         rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel()))
     return rows
 
 
-def _dense(row: Row) -> Row:
-    """The row if its tensors lie densely and alike on one device, else with copies that do."""
-    param, grad, step, buffers = row
+def _dense(layout: Layout, row: Row) -> Row:
+    """The row if its tensors lie as a kernel wants them, else with copies that do.
+
+    On one device, densely and alike; with codes, whose blocks follow the indices, contiguously.
+    """
+    param, grad, step, buffers, _ = row
     step = step.to(param.device)
-    like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
-    if memory.are_aligned(param, grad, *like_param):
+    if layout.is_coded:
+        tensors = (param, grad, *buffers)
+        fits = all(t.is_contiguous() and not t.is_neg() for t in tensors)
+    else:
+        like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
+        fits = memory.are_aligned(param, grad, *like_param)
+    if fits:
         return row._replace(step=step)
     param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))
-    return Row(param, grad, step, tuple(dense))
+    return row._replace(param=param, grad=grad, step=step, buffers=tuple(dense))

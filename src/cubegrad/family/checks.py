@@ -119,7 +119,7 @@ def checked_copies(
         _copied_group(group, saved, choices)
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
-    state: dict[Any, Any] = dict(state_dicts.shared(saved_state, owners, "grad_sq_sum"))
+    state: dict[Any, Any] = dict(state_dicts.shared(saved_state, owners, ("grad_sq_sum",)))
     checks = state_dicts.Checks()
     for key, entries in saved_state.items():
         if key in owners:
@@ -164,7 +164,7 @@ def _copied_state(
     checks.add(weight_sum, label["weight_sum"], lambda v: not v < 0, ">= 0, as a sum of weights is")
     state |= {"step": step.to("cpu", copy=True), "weight_sum": weight_sum.to("cpu", copy=True)}
     for name in BUFFERS:
-        value = state_dicts.buffer(label[name], entries[name], param)
+        value = state_dicts.buffer(label[name], entries[name], param, param)
         state[name] = value.to(param.device, layout.state_dtype(param), copy=True)
     checks.sum_of_squares(label["grad_sq_sum"], state["grad_sq_sum"])
     return state

@@ -35,6 +35,8 @@ class MADGRAD(BaseOptimizer):
         foreach, fused: pick the backend as in torch; both None takes the fastest that fits.
         capturable: keep the step count on the device and never read a tensor on the host.
         differentiable: let autograd run through `step`.
+        compact: keep 4 bytes of state for a parameter instead of 12 (3 without momentum), in
+            tensors of at least 4,096 elements with rows of at least 64; docs/memory.md.
     """
 
     _method = "madgrad"

@@ -18,7 +18,7 @@ from cubegrad.functions import NumberFunctions, TorchFunctions
 from cubegrad.optim import first_estimate
 from cubegrad.optim.first_estimate import coordinates
 from cubegrad.options import Hyper
-from cubegrad.state import layout
+from cubegrad.state import conversion, layout
 
 if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
@@ -203,9 +203,8 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
             estimate.counts[index] = sum(map(coordinates, live + idle))
             estimate.idle[index] = idle
         for param in estimate.idle[index]:
-            state = optimizer.state[param]
-            buffers = map(sharding.local, (state["grad_sum"], state["grad_sq_sum"]))
-            _add_idle(h, h.sums[sharding.sharded_over(param)], *buffers)
+            own = conversion.sums(param, optimizer.state[param], h.eps)
+            _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
     for total, over, sums in estimate.sharded:
         total += sharding.sum_over_shards(sums, over)
     if not estimate.on_host:
@@ -226,14 +225,14 @@ def _live_and_idle(group: Group, state: Any) -> tuple[list[Tensor], list[Tensor]
     """The parameters with a gradient, and those that were stepped before and have none now."""
     live = [param for param in group["params"] if param.grad is not None]
     others = (param for param in group["params"] if param.grad is None)
-    return live, [param for param in others if "grad_sum" in state.get(param, {})]
+    return live, [param for param in others if layout.held("madgrad", state.get(param, {}))]
 
 
 @torch.no_grad()
 def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> None:
-    """The sums of a parameter that has no gradient this time."""
-    state = layout.as_real(grad_sum), layout.as_real(grad_sq_sum)
-    sums[1:] += torch.stack(distance.idle_sums(TorchFunctions, h, *state)).to(sums.device)
+    """The sums of a parameter that has no gradient this time; s and ν as real numbers."""
+    new = distance.idle_sums(TorchFunctions, h, grad_sum, grad_sq_sum)
+    sums[1:] += torch.stack(new).to(sums.device)
 
 
 def can_be_traced(optimizer: "BaseOptimizer") -> bool:
@@ -250,9 +249,9 @@ def end_traced_step(
     assert estimate is not None
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
         live = [param for param in group["params"] if param.grad is not None]
-        sums = idle[index][::2]
-        estimate.counts[index] = sum(map(coordinates, [*live, *sums]))
-        for grad_sum, grad_sq_sum in zip(sums, idle[index][1::2], strict=True):
+        sums = [layout.as_real(total) for total in idle[index]]
+        estimate.counts[index] = sum(map(coordinates, [*live, *sums[::2]]))
+        for grad_sum, grad_sq_sum in zip(sums[::2], sums[1::2], strict=True):
             _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
     estimate.advance_on_device(groups, hypers, may_launch=False)
 

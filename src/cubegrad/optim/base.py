@@ -35,6 +35,7 @@ class Flags(TypedDict, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
+    compact: bool
 
 
 class BaseOptimizer(Optimizer):
@@ -61,6 +62,7 @@ class BaseOptimizer(Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        compact: bool = False,
     ) -> None:
         auto_lr = options.auto_lr(self._method, lr)
         defaults = {
@@ -76,6 +78,7 @@ class BaseOptimizer(Optimizer):
             "fused": fused,
             "capturable": capturable,
             "differentiable": differentiable,
+            "compact": compact,
         }
         options.check(defaults)
         self._repeats = Repeats()
@@ -104,7 +107,8 @@ class BaseOptimizer(Optimizer):
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._method, self.state)
         self._estimate = None
-        self.defaults.setdefault("auto_lr", False)  # optimizers pickled by older versions lack it
+        for name in ("auto_lr", "compact"):  # optimizers pickled by older versions lack them
+            self.defaults.setdefault(name, False)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -146,8 +150,8 @@ class BaseOptimizer(Optimizer):
         return all(self._backend(group).FUSED for group in live)
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
-    def _init_group(self, group: Group, *columns: list[Tensor]) -> None:
-        compiled.fill_columns(self, group, *columns)
+    def _init_group(self, group: Group, coded: bool, *columns: list[Tensor]) -> None:
+        compiled.fill_columns(self, group, coded, *columns)
 
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""

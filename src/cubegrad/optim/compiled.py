@@ -1,15 +1,18 @@
 """The step that torch.compile traces: the plain rule, which the compiler fuses itself."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cubegrad import sharding
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.optim import auto, step
 from cubegrad.options import Hyper
-from cubegrad.state import layout
+from cubegrad.state import conversion, layout
+from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
 
 if TYPE_CHECKING:
@@ -19,10 +22,13 @@ Group = dict[str, Any]
 
 
 def can_be_traced(optimizer: "BaseOptimizer") -> bool:
-    """Not with sparse gradients, and not the first step of lr="auto"."""
+    """Not with sparse gradients, codes of sharded parameters, or the first step of lr="auto"."""
     groups = optimizer.param_groups
     grads = [param.grad for group in groups for param in group["params"]]
     if any(grad is not None and grad.is_sparse for grad in grads):
+        return False
+    coded = [param for group in groups if group["compact"] for param in group["params"]]
+    if any(sharding.is_sharded(param) for param in coded):
         return False
     return auto.can_be_traced(optimizer) or not any(group["auto_lr"] for group in groups)
 
@@ -49,45 +55,67 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
     """Returns s and ν of stepped parameters that have no gradient now, in turns."""
+    idle: list[Tensor] = []
+    _step_rows(optimizer, group, h, layout.LAYOUTS[optimizer._method], False, idle)
+    if group["compact"]:
+        _step_rows(optimizer, group, h, layout.CODED_LAYOUTS[optimizer._method], True, idle)
+    return idle
+
+
+def _step_rows(
+    optimizer: "BaseOptimizer",
+    group: Group,
+    h: Hyper,
+    layouts: Sequence[Layout],
+    coded: bool,
+    idle: list[Tensor],
+) -> None:
+    """Step the parameters whose state is in codes, or those whose state is not."""
     params: list[Tensor] = []
     grads: list[Tensor] = []
     steps: list[Tensor] = []
-    idle: list[Tensor] = []
-    full = layout.full(optimizer._method)
-    columns: list[list[Tensor]] = [[] for _ in full.buffers]
-    optimizer._init_group(group, params, grads, steps, idle, *columns)
+    new_idle: list[Tensor] = []
+    columns: list[list[Tensor]] = [[] for _ in layouts[0].buffers]
+    optimizer._init_group(group, coded, params, grads, steps, new_idle, *columns)
     if params:
-        held = [name for name, column in zip(full.buffers, columns, strict=True) if column]
-        used = layout.held(optimizer._method, held) or full
+        names = layouts[0].buffers
+        held = [name for name, column in zip(names, columns, strict=True) if column]
+        used = layout.held(optimizer._method, held) or layouts[0]
         buffers = zip(*(column for column in columns if column), strict=True)
         rows = [
             Row(layout.as_real(p), layout.as_real(g), k, tuple(map(layout.as_real, own)))
             for p, g, k, own in zip(params, grads, steps, buffers, strict=True)
         ]
         eager.step(Batch(used, rows), h)
-    return idle
+    idle += new_idle
 
 
 def fill_columns(
     optimizer: "BaseOptimizer",
     group: Group,
+    coded: bool,
     params: list[Tensor],
     grads: list[Tensor],
     steps: list[Tensor],
     idle: list[Tensor],
-    *buffers: list[Tensor],
+    *columns: list[Tensor],
 ) -> None:
     """Fill the lists with what has a gradient; this runs while the step is traced, not in it."""
     optimizer._opt_called = True  # for torch's schedulers
     found_inf = getattr(optimizer, "found_inf", None)
     weight = Weight.of(group["lr"], found_inf)
-    for param, _, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):
+    names = (layout.CODED_LAYOUTS if coded else layout.LAYOUTS)[optimizer._method][0].buffers
+    for param, used, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):
+        if used.is_coded is not coded:
+            continue
         params.append(param)
         grads.append(row.grad)
         steps.append(row.step)
-        for buffer, column in zip(row.buffers, buffers, strict=False):
-            column.append(buffer)
-    for param in group["params"]:
-        state = optimizer.state.get(param, {})
-        if param.grad is None and "grad_sum" in state:
-            idle += [state["grad_sum"], state["grad_sq_sum"]]
+        for name, buffer in zip(used.buffers, row.buffers, strict=True):
+            columns[names.index(name)].append(buffer)
+    if group["auto_lr"]:
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            held = layout.held(optimizer._method, state)
+            if param.grad is None and held is not None and held.is_coded is coded:
+                idle += conversion.sums(param, state, group["eps"])

@@ -19,7 +19,8 @@ from cubegrad.state import layout
 
 Group = dict[str, Any]
 
-FLAGS = ("foreach", "fused", "differentiable")  # they decide which backend runs
+# They decide which backend runs, and on which form of the state.
+FLAGS = ("foreach", "fused", "differentiable", "compact")
 NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 
@@ -113,9 +114,9 @@ def prepare(
         return None  # some were stepped by rows; or the tables exist in a graph's replay only
     own: dict[Tensor, list[Tensor]] = {}
     owners: dict[Tensor, Tensor] = {}
-    for owner, _, row, drops_start in members:
+    for owner, _, row, drops in members:
         # An inference tensor has no version to increment.
-        if drops_start or row.param.is_inference() or owner.is_inference():
+        if drops or row.param.is_inference() or owner.is_inference():
             return None
         own[owner] = [row.step, *row.buffers]
         owners[row.param] = owner

@@ -69,14 +69,16 @@ def step_rows(
 def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member) -> bool:
     """Whether rows without a gradient stay as they are.
 
-    Not under decoupled decay, and not if x may still be on its way to z: then x_0 is still held
-    although a momentum of 0 does not need it.
+    Not under decoupled decay, and not if x may still be on its way to z: then a buffer is still
+    held that a momentum of 0 does not need. Codes are rounded by their index in the whole
+    parameter, which rows that are cut out have lost.
     """
-    return h.shrink is None and not isinstance(momentum, Tensor) and not member.drops_start
+    stays = h.shrink is None and not isinstance(momentum, Tensor) and not member.drops
+    return stays and not member.layout.is_coded
 
 
 def _step_rows(backend: Backend, h: Hyper, member: Member) -> None:
-    param, grad, step, buffers = member.row
+    param, grad, step, buffers, _ = member.row
     grad = grad.coalesce()
     rows = tuple(grad.indices())
     cut = [tensor[rows] for tensor in (param, *buffers)]

@@ -16,7 +16,7 @@ from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
-from cubegrad.state import layout
+from cubegrad.state import conversion, layout
 from cubegrad.state.start import Weight
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _step_group(
     owners = [member.owner for member in members]
     sharded = [owner for owner, _, row, _ in members if owner is not row.param]
     torch.autograd.graph.increment_version(sharded)  # autograd knows them, not their shards
-    _drop_initial_params(optimizer, members, h)
+    _drop_unneeded(optimizer, members, h)
     optimizer._starts.finish_step(owners)
     if optimizer._starts.any_open(owners):
         return None  # x_0 may have to be read again
@@ -158,19 +158,21 @@ def gather(
     With `alike` all keep x_0 as soon as one does.
     """
     _recover_at_last_eps(optimizer, group)
-    method, momentum = optimizer._method, layout.has_momentum(group["momentum"])
+    method = optimizer._method
     count_on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
     full = layout.full(method)
     everywhere = alike and any(
-        full.start in optimizer.state[param] or layout.needed(method, momentum, param) is full
+        full.start in optimizer.state[param] or layout.needed(method, group, param) is full
         for param in params
     )
     in_graph = capturing()  # which would read x_0 again at every replay
     members = []
     for param in params:
         state = optimizer.state[param]
-        needed = full if everywhere else layout.needed(method, momentum, param)
+        needed = layout.needed(method, group, param)
+        if everywhere and not needed.is_coded:
+            needed = full
         if "step" not in state:  # a wrapper may have put an entry of its own there
             state.update(needed.fresh(param, count_on_device))
             used = needed
@@ -182,12 +184,13 @@ def gather(
                 optimizer._starts.read_again(param, used, state, weight)
             if count_on_device and state["step"].device != param.device:
                 state["step"] = state["step"].to(param.device)
-            if needed is full and used is not full:  # the run went without momentum until now
-                state["initial_param"] = layout.recover_initial_param(param, state, group["eps"])
-                used = full
+            if used.is_coded != needed.is_coded or not set(needed.buffers) <= set(used.buffers):
+                conversion.convert(param, state, needed, group["eps"])
+                used = needed
         buffers = tuple(state[name] for name in used.buffers)
         row = Row(param, param.grad, state["step"], buffers)
-        members.append(Member(param, used, row, drops_start=used is not needed))
+        drops = tuple(name for name in used.buffers if name not in needed.buffers)
+        members.append(Member(param, used, row, drops))
     return members
 
 
@@ -199,26 +202,28 @@ def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
     full = layout.full(optimizer._method)
     for param in group["params"]:
         state = optimizer.state.get(param, {})
-        if "step" in state and layout.held(optimizer._method, state) not in (full, None):
+        held = layout.held(optimizer._method, state)
+        if "step" in state and held not in (full, None) and not held.is_coded:
             state["initial_param"] = layout.recover_initial_param(param, state, last)
 
 
-def _drop_initial_params(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) -> None:
-    """Without momentum x is z after a step, so x_0 can be recovered and need not be kept."""
-    unneeded = [member.owner for member in members if member.drops_start]
+def _drop_unneeded(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) -> None:
+    """Without momentum x is z after a step: x_0 can be recovered, and z - x is 0."""
+    unneeded = [(member.owner, name) for member in members for name in member.drops]
     # After an overflow the step has not happened; inside a graph that is unknown.
     if unneeded and h.found_inf is not None and (h.on_device or h.found_inf.item()):
         return
-    for param in unneeded:
-        del optimizer.state[param]["initial_param"]
+    for param, name in unneeded:
+        del optimizer.state[param][name]
 
 
 def _local(member: Member) -> Member:
     """The member with what this process holds of its tensors."""
-    param, grad, step, buffers = member.row
+    param, grad, step, buffers, _ = member.row
     if type(grad) is not Tensor or sharding.is_sharded(param):
         local = tuple(map(sharding.local, buffers))
-        row = Row(sharding.local(param), sharding.gradient(grad, param), step, local)
+        first = sharding.first_index(param) if member.layout.is_coded else 0
+        row = Row(sharding.local(param), sharding.gradient(grad, param), step, local, first)
         return member._replace(row=row)
     return member
 
@@ -228,9 +233,10 @@ def _batches(members: list[Member], apart_by_sharding: bool) -> list[Batch]:
     batches: dict[Any, Batch] = {}
     for owner, used, row, _ in members:
         if row.param.is_complex() or row.grad.is_neg():
-            param, grad, step, buffers = row
-            real = tuple(map(layout.as_real, buffers))
-            row = Row(layout.as_real(param), layout.as_real(grad), step, real)
+            real = tuple(map(layout.as_real, row.buffers))
+            row = row._replace(
+                param=layout.as_real(row.param), grad=layout.as_real(row.grad), buffers=real
+            )
         over = sharding.sharded_over(owner) if apart_by_sharding else None
         key = used, over, row.param.device, row.param.dtype, row.grad.dtype
         batches.setdefault(key, Batch(used, [], over)).rows.append(row)

@@ -31,7 +31,7 @@ def checked(
     saved = [_group(defaults, new) for new in new_groups]
     owner = state_dicts.owners(groups, saved)
     _check_auto(method, groups, saved)
-    state: State = dict(state_dicts.shared(new_state, owner, "grad_sq_sum"))
+    state: State = dict(state_dicts.shared(new_state, owner, ("grad_sq_sum", "root_code")))
     checks = state_dicts.Checks()
     for key, values in new_state.items():
         if key in owner:
@@ -40,6 +40,7 @@ def checked(
     checks.run()
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
+        new["compact"] = group["compact"]  # the next step changes the state to this form
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
     return Loaded(state, saved)
@@ -52,7 +53,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
             f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
             f"has {sorted(map(str, new))}: {FOREIGN}"
         )
-    group = defaults | {"auto_lr": False} | deepcopy(new)  # which older checkpoints lack
+    group = defaults | {"auto_lr": False, "compact": False} | deepcopy(new)  # older ones lack them
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
     group.setdefault("last_eps", group["eps"])
     options.check(group)
@@ -107,7 +108,7 @@ def _state(
     checks: state_dicts.Checks,
 ) -> dict[str, Any]:
     values = state_dicts.entries(key, values)
-    ours = {"step", *layout.full(method).buffers}
+    ours = {"step", *layout.all_buffers(method)}
     state = {
         name: state_dicts.carried(value, param)
         for name, value in values.items()
@@ -120,10 +121,12 @@ def _state(
     state |= held.fresh(param.detach(), layout.counts_on_device(group, fused=False))
     state["step"].copy_(step)
     for name in held.buffers:
-        value = state_dicts.buffer(f"{name} of parameter {key!r}", values[name], param)
+        what = f"{name} of parameter {key!r}"
+        value = state_dicts.buffer(what, values[name], param, state[name])
         sharding.local(state[name]).copy_(sharding.placed(value, param))
-    squares = layout.as_real(sharding.local(state["grad_sq_sum"]))
-    checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", squares)
+    if not held.is_coded:
+        squares = layout.as_real(sharding.local(state["grad_sq_sum"]))
+        checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", squares)
     return state
 
 
@@ -139,7 +142,8 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
             f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
             f"may be missing): {remedy}"
         )
-    if held != layout.full(method) and layout.has_momentum(group["momentum"]):
+    lacks_start = not held.is_coded and held != layout.full(method)
+    if lacks_start and layout.has_momentum(group["momentum"]):
         raise ValueError(
             f"the state of parameter {key!r} has no initial_param, which its group's "
             f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
@@ -165,6 +169,6 @@ def lacking_initial_param(
         for param, key in zip(group["params"], packed["params"], strict=False):
             own, entries = state.get(param), packed_state.get(key)
             held = layout.held(method, own) if isinstance(own, dict) else None
-            lacks = held is not None and held != layout.full(method)
+            lacks = held is not None and not held.is_coded and held != layout.full(method)
             if lacks and isinstance(entries, dict) and layout.has_momentum(group["momentum"]):
                 yield param, entries, group["last_eps"]

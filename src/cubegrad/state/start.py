@@ -57,10 +57,9 @@ class Starts:
             held = layout.held(method, entries)
             if held is None or held.start is None:
                 continue
-            start = sharding.local(entries[held.start])
-            x = sharding.local(param.detach()).to(start.dtype)
-            if torch.equal(start, x) and bool(_unweighted(held, entries).all()):
-                starts.open[param] = Mark(entries[held.start], _sum(start), _sum(param))
+            if bool(held.unweighted(entries).all()) and _is_start(held, entries, param):
+                start = entries[held.start]
+                starts.open[param] = Mark(start, _sum(start), _sum(param))
         return starts
 
     def any_open(self, params: Iterable[Tensor]) -> bool:
@@ -80,14 +79,15 @@ class Starts:
         mark = self.open.pop(param, None)
         if mark is None or held.start is None or entries[held.start] is not mark.start:
             return  # not open, or somebody has put another start there
-        old = sharding.local(mark.start)
-        x = sharding.local(param).to(old.dtype)
-        again = (_sum(old) == mark.start_sum) & _unweighted(held, entries)
+        again = (_sum(mark.start) == mark.start_sum) & held.unweighted(entries)
         if mark.param_sum is not None:
             again = again & (_sum(param) != mark.param_sum)
-        entries[held.start] = start = sharding.like(torch.where(again, x, old), param)
+        for name, now in held.started(param).items():
+            old = sharding.local(entries[name])
+            chosen = torch.where(again, sharding.local(now), old)
+            entries[name] = sharding.like(chosen, now)
         if weight is Weight.NONE:
-            self.add(param, start)
+            self.add(param, entries[held.start])
 
     def finish_step(self, params: Iterable[Tensor]) -> None:
         """Note how a step left the parameters that are open."""
@@ -104,9 +104,9 @@ def _sum(tensor: Tensor) -> Tensor:
         return values.sum(dtype=wide)
 
 
-def _unweighted(held: Layout, entries: Mapping[str, Any]) -> Tensor:
-    """The coordinates at which no step has had a weight, as far as the sums show."""
-    if not held.keeps_initial_param:  # ν of the mirror form grows at any lr; there z moves
-        return torch.ones((), dtype=torch.bool, device=sharding.local(entries["z"]).device)
-    shards = [sharding.local(entries[name]) == 0 for name in ("grad_sum", "grad_sq_sum")]
-    return torch.logical_and(*shards)
+def _is_start(held: Layout, entries: Mapping[str, Any], param: Tensor) -> bool:
+    """Whether the start in these entries is the parameter's value now."""
+    return all(
+        torch.equal(sharding.local(entries[name]), sharding.local(value))
+        for name, value in held.started(param.detach()).items()
+    )

@@ -79,14 +79,15 @@ def owners(groups: list[Group], saved: list[Group]) -> dict[Any, tuple[Tensor, G
     return owner
 
 
-def shared(state: dict[Any, Any], known: Container[Any], mark: str) -> dict[str, Any]:
+def shared(state: dict[Any, Any], known: Container[Any], marks: tuple[str, ...]) -> dict[str, Any]:
     """A copy of the state that belongs to no parameter: that of a wrapper or a hook.
 
-    `mark` is an entry that the state of every parameter has.
+    `marks` are entries of which the state of every parameter has one.
     """
     rest = {key: value for key, value in state.items() if key not in known}
     for key, value in rest.items():
-        if not isinstance(key, str) or (isinstance(value, dict) and mark in value):
+        ours = isinstance(value, dict) and any(mark in value for mark in marks)
+        if not isinstance(key, str) or ours:
             raise ValueError(
                 f"the state dict has state for {key!r}, which is none of the parameters that its "
                 f"groups list; {WHOLE}"
@@ -134,15 +135,20 @@ def number(what: str, value: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         raise ValueError(f"{what} is {value!r}; it must be one number: {WHOLE}") from error
 
 
-def buffer(what: str, value: Any, param: Tensor) -> Tensor:
-    """The value itself, checked to be a tensor like its parameter."""
+def buffer(what: str, value: Any, param: Tensor, place: Tensor) -> Tensor:
+    """The value itself, checked to be a tensor that fits the place where it will be kept."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is of type {type(value).__name__}, not a tensor; {WHOLE}")
     if value.layout != torch.strided:
         raise ValueError(f"{what} has layout {value.layout}; it must be dense: use to_dense()")
     if value.is_meta and not param.is_meta:
         raise ValueError(f"{what} is on the meta device and has no values; load them from a file")
-    if value.shape != param.shape or value.is_complex() != param.is_complex():
+    is_code = not place.is_floating_point() and not place.is_complex()
+    if is_code and value.dtype != place.dtype:
+        raise ValueError(
+            f"{what} is {value.dtype}; it is a code and must be {place.dtype}: {WHOLE}"
+        )
+    if value.shape != place.shape or value.is_complex() != place.is_complex():
         raise ValueError(
             f"{what} is {value.dtype} of shape {tuple(value.shape)}, its parameter {param.dtype} "
             f"of shape {tuple(param.shape)}; build the optimizer over the same parameters, in the "

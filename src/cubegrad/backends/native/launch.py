@@ -1,13 +1,13 @@
 """One fused, threaded pass over every tensor of a batch: the Python side of step.c."""
 
-import functools
 import struct
 from array import array
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 
-from cubegrad.backends import fused
+from cubegrad.backends import coded, fused
 from cubegrad.backends.batch import Batch
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
@@ -36,7 +36,7 @@ class Launch:
         self.rows = array("q", chain.from_iterable(rows)).tobytes()
         sizes = (row[-1] for row in rows)
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
-        param, grad, _, buffers = batch.rows[0]
+        param, grad, _, buffers, _ = batch.rows[0]
         dtypes = (param.dtype, grad.dtype, buffers[0].dtype)
         self.kinds = (METHODS[batch.layout.method], *(KINDS[dtype] for dtype in dtypes))
 
@@ -66,4 +66,10 @@ class Launch:
 
 
 checked = fused.checked
-step = functools.partial(fused.step, Launch)
+
+
+def step(batch: Batch, h: Hyper) -> Any:
+    if batch.layout.is_coded:
+        coded.step(batch, h)
+        return None
+    return fused.step(Launch, batch, h)

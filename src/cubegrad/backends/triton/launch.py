@@ -61,7 +61,7 @@ class Launch:
     grad_lengths: bytes
 
     def __init__(self, batch: Batch) -> None:
-        param, grad, _, buffers = batch.rows[0]
+        param, grad, _, buffers, _ = batch.rows[0]
         self.device = param.device
         self.alive = fused.without_grads(batch)  # the tables hold their addresses
         # Two numbers more: a row of 64 bytes.

@@ -1,0 +1,199 @@
+"""The state in few bits: what a code means, and a step from codes to codes.
+
+The eager backend and the JAX twin run these functions; the Triton and C kernels restate them.
+
+`xp` brings the functions that array libraries spell differently: `xp.bits(x)` are the int32 of the
+same bits, `xp.from_bits(i)` the float32, `xp.float32(c)` and `xp.int32(c)` convert a code,
+`xp.round(x)` rounds to the nearest integer, ties to even, `xp.largest(x)` is the largest number of
+each block; `xp.clip`, `xp.isfinite` and `xp.where` are as usual, the others as in rule.py and
+distance.py. Integers are int32 and wrap around. The last axis of an array is a block, and a scale
+has an axis of one number there.
+
+A code is rounded at random, up or down, so that its mean is the number: otherwise moves that are
+smaller than a code would be lost for ever. The random bits are a function of the step and of the
+coordinate's index in the whole parameter. So they are the same in a run that was resumed, on every
+backend, and however the parameter is sharded, and no generator has a state to be kept.
+
+A number that is not finite gets the code 0 and does not count for its block's scale.
+"""
+
+from typing import Any, NamedTuple
+
+from cubegrad import distance, rule
+
+Array = Any
+Scalar = Any
+Hyper = Any
+Namespace = Any
+
+BLOCK = 256  # numbers that share a scale, at most; see `state.compact`
+LARGEST_OFFSET = 127  # int8
+LARGEST_INITIAL = 32767  # int16
+
+ONE = 0x3F800000  # the bits of 1.0
+EXPONENT = 0x7F800000
+MANTISSA = 23
+# A root keeps 4 bits of its mantissa and 4 of its exponent: what is cut off are 19 bits.
+CUT = 19
+BINADES = 15 << MANTISSA  # from the smallest root of a block to the largest
+
+
+def _shifted(x: Array, places: int) -> Array:
+    """To the right, filled with zeros."""
+    return (x >> places) & ((1 << (32 - places)) - 1)
+
+
+def mixed(x: Array) -> Array:
+    """A hash: int32 to int32, one to one, every bit of the result depends on every bit of x."""
+    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    x = (x ^ _shifted(x, 15)) * (0x846CA68B - 2**32)
+    return x ^ _shifted(x, 16)
+
+
+def random_bits(step: Array, index: Array) -> Array:
+    """32 bits for each coordinate; `step` is k, `index` the coordinate's modulo 2^32."""
+    return mixed(index + mixed(step))
+
+
+def dither(xp: Namespace, bits: Array) -> Array:
+    """The upper 16 bits as a number in (-1/2, 1/2): no number rounds an integer to another."""
+    places = (_shifted(bits, 9) & 0x7FFF80) | 0x40
+    return xp.from_bits(places | ONE) - 1.5
+
+
+def encode_integers(
+    xp: Namespace, values: Array, largest: int, dither: Array | float = 0.0
+) -> tuple[Array, Array]:
+    """Integers from -largest to largest, still as floats, and the scale."""
+    values = xp.where(xp.isfinite(values), values, 0.0)
+    scale = xp.largest(abs(values)) * (1 / largest)
+    codes = xp.round(values * xp.quotient(1.0, scale) + dither)
+    return xp.clip(codes, -largest, largest), scale
+
+
+def encode_roots(
+    xp: Namespace, roots: Array, bits: Array | None, least_scale: Array | float = 0.0
+) -> tuple[Array, Array]:
+    """Codes from 0 to 255, as int32, and the scale, a power of two.
+
+    A code is a float without a sign: 4 bits of exponent, relative to the scale's, and 4 of
+    mantissa. 0 means a root of 0. A root too small for the smallest code gets that one: it then
+    moves in smaller steps, but is not taken for one that has had no gradient yet. Without `bits`
+    roots are rounded to the nearest code. The scale is at least `least_scale`.
+    """
+    low = 1 << (CUT - 1) if bits is None else ((bits & 0xFFFF) << (CUT - 16)) | 4
+    roots = xp.where(xp.isfinite(roots), roots, 0.0)
+    most = xp.bits(xp.largest(roots)) + ((1 << CUT) - 1)  # the largest may be rounded up
+    scale = xp.from_bits(most & EXPONENT)
+    scale = xp.where(scale > least_scale, scale, least_scale)
+    codes = (xp.bits(roots) + low - (xp.bits(scale) - BINADES)) >> CUT
+    return xp.where(roots > 0, xp.clip(codes, 1, 255), 0), scale
+
+
+def decode_roots(xp: Namespace, codes: Array, scale: Array) -> Array:
+    """`codes` as int32."""
+    return xp.where(codes > 0, xp.from_bits((codes << CUT) + (xp.bits(scale) - BINADES)), 0.0)
+
+
+def round_bfloat16(xp: Namespace, x: Array, bits: Array) -> Array:
+    """x rounded at random to a number that bfloat16 has, still as float32."""
+    low = _shifted(bits * (0x9E3779B1 - 2**32), 16)
+    rounded = xp.from_bits((xp.bits(x) + low) & -0x10000)
+    return xp.where(xp.isfinite(x), rounded, x)
+
+
+def round_float16(xp: Namespace, x: Array, bits: Array) -> Array:
+    """x rounded at random to a number that float16 has, still as float32."""
+    bits = bits * (0x9E3779B1 - 2**32)
+    normal = xp.from_bits((xp.bits(x) + _shifted(bits, 19)) & -0x2000)
+    # Below 2^-14 the last place is 2^-24, whatever the exponent.
+    fraction = xp.from_bits(ONE | (_shifted(bits, 9) & 0x7FF800) | 0x400) - 1.5
+    subnormal = xp.round(x * 2.0**24 + fraction) * 2.0**-24
+    rounded = xp.where(abs(x) < 2.0**-14, subnormal, normal)
+    # Larger ones are rounded to nearest; a negative zero stays one.
+    return xp.where((abs(x) < 65504.0) & (x != 0), rounded, x)
+
+
+ROUND = {"bfloat16": round_bfloat16, "float16": round_float16}  # of a parameter, by its dtype
+
+
+class Codes(NamedTuple):
+    """What is kept for a parameter; None where it is not."""
+
+    offset: Array | None  # int8: z - x, needed for momentum only
+    offset_scale: Array | None
+    root: Array  # uint8: ∛ν
+    root_scale: Array
+    initial: Array | None  # x_0 in int16, or in the dtype of half precision; not in the mirror form
+    initial_scale: Array | None
+
+
+class Values(NamedTuple):
+    """What the codes stand for."""
+
+    offset: Array | None
+    root: Array
+    initial: Array | None
+
+    def away(self, xp: Namespace, param: Array) -> Array:
+        """x_0 - x."""
+        offset = 0.0 if self.offset is None else self.offset
+        return xp.where(self.root == 0, offset, self.initial - param)
+
+
+def decode(xp: Namespace, codes: Codes) -> Values:
+    offset = None if codes.offset is None else xp.float32(codes.offset) * codes.offset_scale
+    initial = None if codes.initial is None else xp.float32(codes.initial) * codes.initial_scale
+    return Values(offset, decode_roots(xp, xp.int32(codes.root), codes.root_scale), initial)
+
+
+def encode(
+    xp: Namespace, offset: Array | None, root: Array, old: Codes, bits: Array | None = None
+) -> Codes:
+    """The codes of new values; without `bits` they are rounded to nearest. x_0 stays as it is."""
+    offset_code, offset_scale = None, None
+    if offset is not None and old.offset is not None:
+        shift = 0.0 if bits is None else dither(xp, bits)
+        offset_code, offset_scale = encode_integers(xp, offset, LARGEST_OFFSET, shift)
+    # MADGRAD's roots never fall, so that a scale which falls could only be rounding.
+    least = 0.0 if old.initial is None else old.root_scale
+    root_code, root_scale = encode_roots(xp, root, bits, least)
+    return old._replace(
+        offset=offset_code, offset_scale=offset_scale, root=root_code, root_scale=root_scale
+    )
+
+
+def step(
+    xp: Namespace,
+    h: Hyper,
+    step: Scalar,
+    bits: Array,
+    param: Array,
+    grad: Array,
+    codes: Codes,
+    dtype: str,
+    with_sums: bool = False,
+) -> tuple[Array, Codes, tuple[Scalar, ...] | None]:
+    """One step from codes to codes, and the sums of distance.py if they are wanted.
+
+    `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
+    """
+    round_param = ROUND.get(dtype)
+
+    def store(x: Array) -> Array:
+        return x if round_param is None else round_param(xp, x, bits)
+
+    old, sums = decode(xp, codes), None
+    if old.initial is None:
+        new_param, offset, root = rule.mirror_madgrad_from_root(
+            xp, h, step, param, grad, old.offset, old.root, store
+        )
+    else:
+        new_param, offset, root, new_away = rule.madgrad_from_root(
+            xp, h, step, param, grad, old.offset, old.root, old.initial, store
+        )
+        if with_sums:
+            away = old.away(xp, param)
+            sums = distance.step_sums_from_root(xp, h, step, grad, away, root, new_away)
+        codes = codes._replace(initial_scale=rule.shrunk(h, codes.initial_scale))
+    return new_param, encode(xp, offset, root, codes, bits), sums

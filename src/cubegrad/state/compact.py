@@ -1,0 +1,106 @@
+"""Which parameters keep their state in codes, how those are cut into blocks, and how they start.
+
+codec.py says what a code means. A block is up to 256 numbers that follow each other in one row of
+the parameter, and a row is all that has one index in the first dimension. So the scales have a
+first dimension too, and are sharded as their parameter is.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cubegrad import codec, sharding
+from cubegrad.codec import BLOCK, Codes
+from cubegrad.functions import TorchFunctions
+
+# Below these the scales would take more than a twentieth of the state, and the launch more time
+# than the memory. Norms and biases, which a rounding error may hurt most, lie below them.
+LEAST_SIZE = 4096
+LEAST_ROW = 64
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64})
+# Numbers that are encoded at once where no kernel does it: it bounds the temporaries.
+PIECE = 2**22
+
+
+def is_coded(param: Tensor) -> bool:
+    """Whether the parameter is large enough, and of a dtype, to keep its state in codes.
+
+    Of a parameter that is sharded by columns, every shard must have whole blocks.
+    """
+    shape = real_shape(param)
+    if param.dtype not in DTYPES or param.numel() < LEAST_SIZE or row_length(shape) < LEAST_ROW:
+        return False
+    columns = sharding.cut_of_second_dimension(param)
+    if columns is None:
+        return False
+    return columns == 1 or (shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0)
+
+
+def real_shape(param: Tensor) -> Sequence[int]:
+    """Of the real numbers that the rule works on; see `layout.as_real`."""
+    return (*param.shape, 2) if param.is_complex() else param.shape
+
+
+def row_length(shape: Sequence[int]) -> int:
+    return math.prod(shape[1:])
+
+
+def scale_shape(shape: Sequence[int]) -> torch.Size:
+    """One scale for each block."""
+    return torch.Size((shape[0], -(-row_length(shape) // BLOCK)))
+
+
+def initial_dtype(param: Tensor) -> torch.dtype:
+    """Of the codes of x_0: half precision is small enough as it is."""
+    return param.dtype if param.dtype.itemsize == 2 else torch.int16
+
+
+def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x_0 for a real parameter."""
+    dtype = initial_dtype(param)
+    scale = torch.ones(scale_shape(param.shape), device=param.device)
+    if dtype == param.dtype:  # exact; decoupled decay changes the scale
+        return param.clone(memory_format=torch.contiguous_format), scale
+    codes = torch.empty(param.shape, dtype=dtype, device=param.device)
+    for x, code, own_scale in row_pieces(param, codes, scale):
+        code_blocks, scales = codec.encode_integers(
+            TorchFunctions, blocks(x), codec.LARGEST_INITIAL
+        )
+        code.copy_(joined(code_blocks, x.shape))
+        own_scale.copy_(scales.squeeze(-1))
+    return codes, scale
+
+
+def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same rows of tensors with one first dimension, a bounded number at a time."""
+    length = max(1, PIECE // max(1, row_length(tensors[0].shape)))
+    yield from zip(*(torch.split(tensor, length) for tensor in tensors), strict=True)
+
+
+def blocks(tensor: Tensor) -> Tensor:
+    """(rows, blocks, numbers of a block); the last block of a row is filled up with zeros."""
+    rows = tensor.reshape(len(tensor), row_length(tensor.shape))
+    width = min(BLOCK, rows.shape[1])
+    lacking = -rows.shape[1] % width
+    if lacking:
+        rows = torch.nn.functional.pad(rows, (0, lacking))
+    return rows.view(len(rows), -1, width)
+
+
+def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `blocks`."""
+    return blocks.flatten(1)[:, : row_length(shape)].reshape(shape)
+
+
+def codes_in_blocks(codes: Codes) -> Codes:
+    """The codes of one parameter, cut as `blocks` cuts it."""
+    coded = {name: getattr(codes, name) for name in ("offset", "root", "initial")}
+    cut = {name: None if code is None else blocks(code) for name, code in coded.items()}
+    scales = {name: getattr(codes, f"{name}_scale") for name in coded}
+    lifted = {
+        f"{name}_scale": None if scale is None else scale.unsqueeze(-1)
+        for name, scale in scales.items()
+    }
+    return codes._replace(**cut, **lifted)
