@@ -14,7 +14,8 @@ from cubegrad.backends import memory
 from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state.layout import Layout
+from cubegrad.state import compact
+from cubegrad.state.layout import CodedLayout, Layout
 
 
 def checked(batch: Batch) -> Batch:
@@ -109,16 +110,43 @@ def addresses(batch: Batch) -> list[tuple[int, ...]]:
     return rows
 
 
+def coded_addresses(batch: Batch) -> list[tuple[int, ...]]:
+    """A kernel's table for states in codes.
+
+    Of each row the parameter, the fields of `codec.Codes` (0 for None), the step count, the number
+    of blocks, the length of a row of the parameter, the first index and the spacing.
+    """
+    assert isinstance(batch.layout, CodedLayout)
+    rows = []
+    for param, _, step, buffers, first in batch.rows:
+        codes = batch.layout.codes(buffers)
+        pointers = (0 if code is None else code.data_ptr() for code in codes)
+        length = compact.row_length(param.shape)
+        numbers = (codes.root_scale.numel(), length, first, spacing(param))
+        rows.append((param.data_ptr(), *pointers, step.data_ptr(), *numbers))
+    return rows
+
+
+def spacing(param: Tensor) -> int:
+    """How a row of the parameter lies in memory: 1 if its coordinates follow each other.
+
+    With channels last, those at one place of all channels do. Coordinate j then lies at
+    (j % spacing) * channels + j // spacing.
+    """
+    return 1 if param.is_contiguous() else param[0, 0].numel()
+
+
 def _dense(layout: Layout, row: Row) -> Row:
     """The row if its tensors lie as a kernel wants them, else with copies that do.
 
-    On one device, densely and alike; with codes, whose blocks follow the indices, contiguously.
+    On one device, densely and alike. The blocks of codes follow the indices, so they have to be
+    contiguous, and their parameter contiguous or channels last.
     """
     param, grad, step, buffers, _ = row
     step = step.to(param.device)
     if layout.is_coded:
-        tensors = (param, grad, *buffers)
-        fits = all(t.is_contiguous() and not t.is_neg() for t in tensors)
+        fits = all(buffer.is_contiguous() for buffer in buffers)
+        fits = fits and any(_lie_as(form, param, grad) for form in FORMATS.get(param.dim(), PLAIN))
     else:
         like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
         fits = memory.are_aligned(param, grad, *like_param)
@@ -126,3 +154,14 @@ def _dense(layout: Layout, row: Row) -> Row:
         return row._replace(step=step)
     param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))
     return row._replace(param=param, grad=grad, step=step, buffers=tuple(dense))
+
+
+PLAIN = (torch.contiguous_format,)
+FORMATS = {  # by the number of dimensions
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+}
+
+
+def _lie_as(form: torch.memory_format, *tensors: Tensor) -> bool:
+    return all(t.is_contiguous(memory_format=form) and not t.is_neg() for t in tensors)
