@@ -5,9 +5,8 @@ The eager backend and the JAX twin run these functions; the Triton and C kernels
 `xp` brings the functions that array libraries spell differently: `xp.bits(x)` are the int32 of the
 same bits, `xp.from_bits(i)` the float32, `xp.float32(c)` and `xp.int32(c)` convert a code,
 `xp.round(x)` rounds to the nearest integer, ties to even, `xp.largest(x)` is the largest number of
-each block; `xp.clip`, `xp.isfinite` and `xp.where` are as usual, the others as in rule.py and
-distance.py. Integers are int32 and wrap around. The last axis of an array is a block, and a scale
-has an axis of one number there.
+each block; the others are as usual, or as in rule.py and distance.py. Integers are int32 and wrap
+around. The last axis of an array is a block, and a scale has an axis of one number there.
 
 A code is rounded at random, up or down, so that its mean is the number: otherwise moves that are
 smaller than a code would be lost for ever. The random bits are a function of the step and of the
@@ -44,8 +43,8 @@ def _shifted(x: Array, places: int) -> Array:
 
 
 def mixed(x: Array) -> Array:
-    """A hash: int32 to int32, one to one, every bit of the result depends on every bit of x."""
-    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    """A hash of int32 to int32, one to one."""
+    x = x * 0x7FEB352D
     x = (x ^ _shifted(x, 15)) * (0x846CA68B - 2**32)
     return x ^ _shifted(x, 16)
 
@@ -56,8 +55,8 @@ def random_bits(step: Array, index: Array) -> Array:
 
 
 def dither(xp: Namespace, bits: Array) -> Array:
-    """The upper 16 bits as a number in (-1/2, 1/2): no number rounds an integer to another."""
-    places = (_shifted(bits, 9) & 0x7FFF80) | 0x40
+    """The upper 13 bits as a number in (-1/2, 1/2), which rounds no integer to another one."""
+    places = (_shifted(bits, 9) & 0x7FFC00) | 0x200
     return xp.from_bits(places | ONE) - 1.5
 
 
@@ -66,9 +65,9 @@ def encode_integers(
 ) -> tuple[Array, Array]:
     """Integers from -largest to largest, still as floats, and the scale."""
     values = xp.where(xp.isfinite(values), values, 0.0)
-    scale = xp.largest(abs(values)) * (1 / largest)
-    codes = xp.round(values * xp.quotient(1.0, scale) + dither)
-    return xp.clip(codes, -largest, largest), scale
+    # So much larger that rounding errors do not lead to a code beyond the largest.
+    scale = xp.largest(abs(values)) * (1.000001 / largest)
+    return xp.round(values * xp.quotient(1.0, scale) + dither), scale
 
 
 def encode_roots(
@@ -81,13 +80,13 @@ def encode_roots(
     moves in smaller steps, but is not taken for one that has had no gradient yet. Without `bits`
     roots are rounded to the nearest code. The scale is at least `least_scale`.
     """
-    low = 1 << (CUT - 1) if bits is None else ((bits & 0xFFFF) << (CUT - 16)) | 4
+    low = 1 << (CUT - 1) if bits is None else bits & ((1 << CUT) - 1)
     roots = xp.where(xp.isfinite(roots), roots, 0.0)
     most = xp.bits(xp.largest(roots)) + ((1 << CUT) - 1)  # the largest may be rounded up
     scale = xp.from_bits(most & EXPONENT)
     scale = xp.where(scale > least_scale, scale, least_scale)
     codes = (xp.bits(roots) + low - (xp.bits(scale) - BINADES)) >> CUT
-    return xp.where(roots > 0, xp.clip(codes, 1, 255), 0), scale
+    return xp.where(roots > 0, xp.where(codes > 1, codes, 1), 0), scale
 
 
 def decode_roots(xp: Namespace, codes: Array, scale: Array) -> Array:

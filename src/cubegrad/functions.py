@@ -36,7 +36,6 @@ class TorchFunctions:
     sqrt = staticmethod(torch.sqrt)
     isfinite = staticmethod(torch.isfinite)
     round = staticmethod(torch.round)
-    clip = staticmethod(torch.clamp)
 
     @staticmethod
     def larger(a: Tensor, b: Tensor | float) -> Tensor:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 ROW = tl.constexpr(8)  # parameter, two or three buffers, step count, elements; 64 bytes
+COUNT = tl.constexpr(4)  # the place of the step count in a row
 # A block is summed up in pieces that one warp holds (of float32 state), so that no warp waits for
 # another before the unit is done.
 PIECES = tl.constexpr(8)
@@ -30,7 +31,7 @@ def cbrt(x):
 
 
 @triton.jit
-def _sqrt(x):
+def square_root(x):
     return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
 
 
@@ -179,7 +180,7 @@ def _unit(rows, grads, units, length, P: tl.constexpr, G: tl.constexpr, S: tl.co
 
 
 @triton.jit
-def _store_sums(sums, agreement, product, roots):
+def store_sums(sums, agreement, product, roots):
     at, stride = sums + tl.program_id(0), tl.num_programs(0)
     tl.store(at, tl.sum(agreement.to(tl.float64), 0))
     tl.store(at + stride, tl.sum(product.to(tl.float64), 0))
@@ -187,20 +188,22 @@ def _store_sums(sums, agreement, product, roots):
 
 
 @triton.jit
-def _increment_counts(rows, n_rows, ticket, BLOCK: tl.constexpr):
+def increment_counts(
+    rows, n_rows, ticket, BLOCK: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr
+):
     """Add 1 to every step count, in the last program: before, another may not have read them."""
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
         for first in range(0, n_rows, BLOCK):
             index = first + tl.arange(0, BLOCK)
             real = index < n_rows
-            counts = tl.load(rows + index * ROW + 4, real, 0).to(tl.pointer_type(tl.float32))
+            counts = tl.load(rows + index * ROW + COUNT, real, 0).to(tl.pointer_type(tl.float32))
             tl.store(counts, tl.load(counts, real) + 1, real)
         tl.store(ticket, 0)
 
 
 @triton.jit
-def _number(bits, S: tl.constexpr):
+def number(bits, S: tl.constexpr):
     """A double, passed as the integer of the same bits: Triton passes plain floats as float32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True).to(S)
 
@@ -220,19 +223,19 @@ def step_units(
     `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit.
     """
-    eps, decay, sign = _number(eps, S), _number(decay, S), _number(sign, S)
-    lr = _number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
-    momentum = _number(momentum, S) if momentum_at is None else tl.load(momentum_at).to(S)
-    shrink = _number(shrink, S) if shrink_at is None else tl.load(shrink_at).to(S)
+    eps, decay, sign = number(eps, S), number(decay, S), number(sign, S)
+    lr = number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
+    momentum = number(momentum, S) if momentum_at is None else tl.load(momentum_at).to(S)
+    shrink = number(shrink, S) if shrink_at is None else tl.load(shrink_at).to(S)
     if grad_scale is not None:
         sign = sign / tl.load(grad_scale).to(S)
     finite = True if found_inf is None else tl.load(found_inf) == 0
     if finite:
         p_at, g_at, a_at, b_at, c_at, k, left = _unit(rows, grads, units, length, P, G, S)
         if METHOD == "madgrad":
-            weight, fade = lr * _sqrt(k + 1), k
+            weight, fade = lr * square_root(k + 1), k
         else:
-            weight, fade = lr * cbrt(k + 1), _sqrt(k / (k + 1))
+            weight, fade = lr * cbrt(k + 1), square_root(k / (k + 1))
         aligned = ((p_at | g_at | a_at | b_at | c_at) & 15) == 0
         zeros = tl.zeros((PIECES,), S)
         agreement, product, roots = zeros, zeros, zeros
@@ -256,5 +259,5 @@ def step_units(
             b_at += BLOCK * (S.primitive_bitwidth // 8)
             c_at += BLOCK * (S.primitive_bitwidth // 8)
         if sums is not None:
-            _store_sums(sums, agreement, product, roots)
-        _increment_counts(rows, n_rows, ticket, BLOCK)
+            store_sums(sums, agreement, product, roots)
+        increment_counts(rows, n_rows, ticket, BLOCK, ROW, COUNT)

@@ -9,7 +9,7 @@ last program to finish increments the step counts.
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,21 +19,26 @@ from torch import Tensor
 from cubegrad.backends import fused
 from cubegrad.backends.batch import Batch, capturing
 from cubegrad.backends.triton import on_device
+from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
 from cubegrad.options import Hyper
 
 NAME = "triton"
 FUSED = True
 
-# A program updates SPAN blocks in a row. On an H200 (torch 2.11, Triton 3.6) the kernel then moved
-# 100 % of the copy bandwidth in one tensor of 2^29, 94 % in ResNet-50's 161 tensors, and 99 % in
-# bfloat16. One block a program lost 4 to 10 % to looking up its addresses. Programs that stay and
-# walk over the units in strides lost 3 %: they drift apart, and open more pages of memory at once.
+
+# A program updates three blocks of 1,024 elements in a row. On an H200 (torch 2.11, Triton 3.6) the
+# kernel then moved 100 % of the copy bandwidth in one tensor of 2^29, 94 % in ResNet-50's 161
+# tensors, and 99 % in bfloat16. One block a program lost 4 to 10 % to looking up its addresses.
+# Programs that stay and walk over the units in strides lost 3 %: they drift apart, and open more
+# pages of memory at once.
 BLOCK = 1024
-SPAN = 3
-WARPS = 4
-REGISTERS = 64
-REGISTERS_FOR_SUMS = 80  # with 64 the sums cost 7 % of the kernel's time, with 80 0.8 %
+SPAN = 3 * BLOCK
+# Of states in codes a program, one warp, updates so many blocks of 256: the fewer, the sooner all
+# programs end; the more, the less they look up.
+CODED_SPANS = (8, 32)
+MANY_BLOCKS = 2**18
+SMALL_EPS = 1e-30  # above, 1/(∛ν + ε) is finite in float32
 PACK_DOUBLES = struct.Struct("6d").pack
 UNPACK_INTEGERS = struct.Struct("6q").unpack
 
@@ -54,6 +59,47 @@ def _pinned(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory()
 
 
+class Plan(NamedTuple):
+    """How a kernel is launched for a batch."""
+
+    kernel: Any
+    rows: list[tuple[int, ...]]  # of its table
+    sizes: list[int]  # of the rows: elements, or blocks of codes
+    span: int  # how many of them a program updates
+    warps: int
+    registers: tuple[int, int]  # for a thread, without sums and with them
+    constants: tuple[Any, ...]
+
+
+def _plan(batch: Batch) -> Plan:
+    param, grad, _, buffers, _ = batch.rows[0]
+    numbers = fused.addresses(batch)
+    rows = [(*row, 0, 0) for row in numbers]  # 64 bytes each
+    dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
+    constants = (batch.layout.method, batch.layout.keeps_initial_param, *dtypes, BLOCK)
+    # With 64 registers the sums cost 7 % of the kernel's time, with 80 0.8 %.
+    return Plan(step_units, rows, [row[5] for row in rows], SPAN, 4, (64, 80), constants)
+
+
+def _coded_plan(batch: Batch) -> Plan:
+    numbers = fused.coded_addresses(batch)
+    rows = [(*row, 0, 0, 0, 0) for row in numbers]  # 128 bytes each
+    sizes = [row[8] for row in rows]
+    span = CODED_SPANS[sum(sizes) >= MANY_BLOCKS]
+    whole = all(map(_is_whole, numbers))
+    dtypes = (DTYPES[tensor.dtype] for tensor in batch.rows[0][:2])
+    has_offset = "offset_code" in batch.layout.buffers
+    constants = (batch.layout.method, has_offset, *dtypes, whole)
+    registers = (64, 80) if whole else (80, 96)
+    return Plan(step_coded_units, rows, sizes, span, 1, registers, constants)
+
+
+def _is_whole(row: tuple[int, ...]) -> bool:
+    """Whether all blocks of a parameter are full and lie on 16-byte boundaries."""
+    param, offset, _, root, _, initial, _, _, _, length, _, spacing = row
+    return length % 256 == 0 and spacing == 1 and (param | offset | root | initial) % 16 == 0
+
+
 class Launch:
     """A batch of dense tensors, and the tables that the kernel reads."""
 
@@ -61,23 +107,19 @@ class Launch:
     grad_lengths: bytes
 
     def __init__(self, batch: Batch) -> None:
-        param, grad, _, buffers, _ = batch.rows[0]
-        self.device = param.device
+        self.device = batch.rows[0].param.device
         self.alive = fused.without_grads(batch)  # the tables hold their addresses
-        # Two numbers more: a row of 64 bytes.
-        table = torch.tensor([(*row, 0, 0) for row in fused.addresses(batch)])
-        rows, sizes = _pinned(table, self.device), table[:, 5].tolist()
-        units = _pinned(_cut(sizes, SPAN * BLOCK).int(), self.device)
+        self.plan = plan = _coded_plan(batch) if batch.layout.is_coded else _plan(batch)
+        rows = _pinned(torch.tensor(plan.rows), self.device)
+        units = _pinned(_cut(plan.sizes, plan.span).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.rows, self.units = (t.to(self.device, non_blocking=True) for t in (rows, units))
         if capturing():  # each replay uploads the tables again
             CAPTURED.append((self, batch, rows, units))
-        self.places = (self.units, ticket, len(rows), SPAN * BLOCK)
+        self.places = (self.units, ticket, len(rows), plan.span)
         self.programs = len(units)
         self.sums: Tensor | None = None  # of every unit, where they are wanted
         self.kernels: dict[tuple[bool, ...], Callable[..., None]] = {}
-        dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
-        self.constants = (batch.layout.method, batch.layout.keeps_initial_param, *dtypes, BLOCK)
 
     def table(self, grads: bytes) -> tuple[Tensor, bool]:
         """On the device. While a graph is captured, only its replays will upload the table."""
@@ -104,8 +146,11 @@ class Launch:
             self._unit_sums(h),
         ]
         integers = UNPACK_INTEGERS(doubles)
-        arguments = (self.rows, table, *self.places, *integers, *tensors, *self.constants)
-        variant = tuple(tensor is None for tensor in tensors)
+        variant, constants = tuple(tensor is None for tensor in tensors), self.plan.constants
+        if self.plan.kernel is step_coded_units:
+            own = _is_plain(h), h.eps < SMALL_EPS
+            variant, constants = own + variant, constants + own
+        arguments = (self.rows, table, *self.places, *integers, *tensors, *constants)
         kernel = self.kernels.get(variant)
         if kernel is not None:
             kernel(*arguments)
@@ -129,15 +174,21 @@ class Launch:
         return self.sums
 
     def _compile(self, variant: tuple[bool, ...], arguments: tuple[Any, ...]) -> None:
-        compiled = step_units[(self.programs,)](
+        plan = self.plan
+        compiled = plan.kernel[(self.programs,)](
             *arguments,
-            num_warps=WARPS,
-            maxnreg=REGISTERS if variant[-1] else REGISTERS_FOR_SUMS,
+            num_warps=plan.warps,
+            maxnreg=plan.registers[not variant[-1]],
             enable_fp_fusion=False,  # else a step at lr 0 moves by the rounding of a product
         )
         if compiled is not None:  # the interpreter returns nothing
             # Without the just-in-time front end: 12 us a launch instead of 40.
             self.kernels[variant] = compiled[(self.programs, 1, 1)]
+
+
+def _is_plain(h: Hyper) -> bool:
+    """Without decay, maximize or a GradScaler, which spares a tenth of the instructions."""
+    return h.shrink is None and not h.weight_decay and not h.maximize and h.grad_scale is None
 
 
 def _cut(sizes: list[int], length: int) -> Tensor:
