@@ -5,17 +5,16 @@
     ... --table
 
 The learning rates are the best that the searches in docs/results found for MADGRAD with a float32
-state, and so are the lengths; seed 0 made that choice and is left out. Runs that are in --out are not
-repeated, nor are runs with a float32 state whose records are in --known. The runs of all problems
-share the worker processes. With --minutes no run is started that would probably not end in time.
+state, and so are the lengths; seed 0 made that choice and is left out. Runs that are in --out are
+not repeated, nor are float32 runs whose records are in --known. The runs of all problems share the
+worker processes. With --minutes no run is started that would probably not end in time.
 """
 
 import argparse
 import multiprocessing
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -23,16 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import compact_problems
+from compact_table import SUFFIX, table
 
-from cubegrad.study import Problem, StudyError, catalogue, methods, statistics, train
+from cubegrad.study import Problem, StudyError, catalogue, methods, train
 from cubegrad.study.processes import die_with_parent, no_interrupts
 from cubegrad.study.progress import duration
 from cubegrad.study.records import Record, Runs, Settings
-from cubegrad.study.report import number
-from cubegrad.study.statistics import Estimate
 from cubegrad.study.sweep import Plan
 
-SUFFIX = "-compact"
 OWN = {"digits-long": "digits_long", "finetune": "finetune"}
 FOLDERS = {  # which a problem's data is in; its runs wait for it
     "cifar10": "cifar-10-batches-bin",
@@ -62,7 +59,7 @@ TRIALS = {
         Trial("iwslt14", 0.05, seconds=130),
         Trial("bookwiki", 0.01, epochs=10, schedule="polynomial:1000", seconds=120),
         Trial("imagenet", 2.5e-3, 1e-4, seconds=120),
-        Trial("finetune", 1e-3, seconds=40),
+        Trial("finetune", 1e-3, seconds=40, seeds=5),
         Trial("fastmri", 0.05, epochs=4, seconds=120),
         Trial("digits-long", 1e-3, seconds=60),
         Trial("digits-long", 1e-2, seconds=60),
@@ -75,7 +72,7 @@ TRIALS = {
         Trial("fastmri", 0.025, seconds=30),
         Trial("iwslt14", 0.25, seconds=30),
         Trial("bookwiki", 0.025, seconds=20),
-        Trial("finetune", 2.5e-3, seconds=20),
+        Trial("finetune", 2.5e-3, seconds=20, seeds=5),
         Trial("digits-long", 1e-3, seconds=200),
         Trial("digits-long", 1e-2, seconds=200),
     ),
@@ -234,72 +231,6 @@ class Schedule:
             process.terminate()
         for process in processes:
             process.join()
-
-
-class Row(NamedTuple):
-    """One setting: the results of both forms, and the gain of the codes over float32."""
-
-    settings: Settings  # with seed 0, the float32 form
-    metric: str
-    unit: str
-    plain: Estimate
-    compact: Estimate
-    gain: Estimate  # seed for seed; negative is worse
-
-    @property
-    def holds(self) -> bool:
-        """Whether the codes are no worse, within two standard errors."""
-        return self.gain.mean + (self.gain.error or 0.0) >= 0
-
-
-def rows(records: Iterable[Record]) -> list[Row]:
-    groups: dict[Settings, dict[str, dict[int, Record]]] = defaultdict(lambda: defaultdict(dict))
-    for record in records:
-        one = record.settings
-        method = one.method.removesuffix(SUFFIX)
-        form = "plain" if method == one.method else "compact"
-        groups[replace(one, method=method, seed=0)][form][one.seed] = record
-    return [row for key, forms in groups.items() for row in _rows(key, forms)]
-
-
-def _rows(key: Settings, forms: dict[str, dict[int, Record]]) -> Iterator[Row]:
-    seeds = sorted(forms["plain"].keys() & forms["compact"].keys())
-    if len(seeds) < 2:
-        return
-    about = forms["plain"][seeds[0]].about
-    for metric in (about["metric"], *(m for m in about.get("beside", ()) if m == "accuracy")):
-        plain, compact = ([forms[form][seed].last(metric) for seed in seeds] for form in forms_of)
-        if None in plain or None in compact:
-            continue
-        higher = about["higher_is_better"] if metric == about["metric"] else True
-        gains = [(b - a) * (1 if higher else -1) for a, b in zip(plain, compact, strict=True)]
-        unit = about["unit"] if metric == about["metric"] else "%"
-        results = (statistics.estimate(values) for values in (plain, compact, gains))
-        yield Row(key, metric, unit, *results)
-
-
-forms_of = ("plain", "compact")
-
-
-def table(records: Iterable[Record]) -> str:
-    """Markdown."""
-    head = ["problem", "setting", "result", "seeds", "float32 state", "compact", "better by", ""]
-    lines = [head, ["---"] * len(head)]
-    for row in rows(records):
-        s = row.settings
-        method = "" if s.method == "madgrad" else f"{methods.METHODS[s.method].label}, "
-        length = f"{s.epochs} epochs, {methods.lr_text(s.method, s.lr)}, decay {s.decay:g}"
-        lr = "" if methods.estimates(s.method) else "lr "
-        setting = f"{method}{s.epochs} epochs, {lr}{methods.lr_text(s.method, s.lr)}"
-        del length
-        setting += f", decay {s.decay:g}" if s.decay else ""
-        result = f"{row.metric}, {row.unit}" if row.unit else row.metric
-        gain = number(row.gain, row.unit)
-        gain = gain if gain.startswith("-") else f"+{gain}"
-        cells = [s.problem, setting, result, str(row.gain.n)]
-        cells += [number(row.plain, row.unit), number(row.compact, row.unit)]
-        lines.append([*cells, gain.replace("-", "−"), "holds" if row.holds else "falls short"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
