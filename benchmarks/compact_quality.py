@@ -187,6 +187,13 @@ class Schedule:
     def fits(self, job: Job) -> bool:
         return self.gone() + job.seconds <= self.seconds
 
+    def data_may_come(self) -> bool:
+        """Whether a run waits for its data only, which may still be unpacked."""
+        return self.seconds < float("inf") and any(
+            job.folder is not None and not job.folder.exists() and self.fits(job)
+            for job in self.waiting
+        )
+
     def run(self) -> None:
         said = 0.0
         while self.gone() < self.seconds:
@@ -195,8 +202,10 @@ class Schedule:
                 with no_interrupts():
                     self.running[self.pool.submit(job.call)] = job, self.gone()
                 self.say(f"start {job.name}, about {duration(job.seconds)}")
-            if not self.running:
+            if not self.running and not self.data_may_come():
                 break
+            if not self.running:
+                time.sleep(1.0)
             done, _ = wait(self.running, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in done:
                 self.finish(future)
