@@ -141,7 +141,8 @@ def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
         after = {"bookwiki": "tokens", "finetune": "pretraining"}.get(trial.problem, "")
         call = partial(_train, trial.problem, one, place, runs.checkpoint(one))
         name = f"{one.problem} {one.method} {one.lr:g} seed {one.seed}"
-        folder = options.data / FOLDERS.get(trial.problem, "")
+        own = FOLDERS.get(trial.problem)
+        folder = None if own is None else options.data / own
         todo.append(Job(name, call, trial.seconds, after, folder))
         novels = options.data / "novels"
         if after:
