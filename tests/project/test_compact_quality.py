@@ -73,7 +73,7 @@ def test_the_float32_runs_of_the_searches_are_taken_over(tmp_path):
     assert {one.settings.method for one in taken} == {"madgrad"}
 
 
-@pytest.mark.training
+@pytest.mark.processes
 def test_an_epoch_of_digits_in_both_forms_is_not_run_again(tmp_path, capsys):
     from compact_quality import main
 
@@ -90,7 +90,7 @@ def test_an_epoch_of_digits_in_both_forms_is_not_run_again(tmp_path, capsys):
     assert (tmp_path / "records.jsonl").read_text() == lines
 
 
-@pytest.mark.training
+@pytest.mark.processes
 def test_a_run_that_fails_leaves_the_others_and_is_named(tmp_path, capsys):
     from compact_quality import main
 
