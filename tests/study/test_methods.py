@@ -39,6 +39,17 @@ def test_all_of_the_family_and_the_methods_of_the_paper_are_there() -> None:
     assert made == wanted | {cubegrad.MADGRAD, cubegrad.MirrorMADGRAD, SGD, Adam, AdamW, Adagrad}
 
 
+@pytest.mark.parametrize("name", ["madgrad", "madgrad-auto", "mirror-madgrad"])
+def test_a_compact_method_differs_by_its_form_of_the_state_alone(name: str) -> None:
+    param = [torch.nn.Parameter(torch.ones(1))]
+    plain, compact = (make(form, param, 0.5, 1e-4) for form in (name, f"{name}-compact"))
+    assert type(plain) is type(compact)
+    assert not plain.defaults["compact"]
+    assert plain.defaults | {"compact": True} == compact.defaults
+    assert METHODS[f"{name}-compact"].lrs == METHODS[name].lrs
+    assert METHODS[f"{name}-compact"].estimates == METHODS[name].estimates
+
+
 def test_momentum_is_the_papers() -> None:
     param = [torch.nn.Parameter(torch.ones(1))]
     momenta = {

@@ -28,6 +28,18 @@ METHODS: dict[str, Method] = {
     "madgrad": Method("MADGRAD", cubegrad.MADGRAD, (1e-4, 1e-2)),
     "madgrad-auto": Method("MADGRAD, lr auto", cubegrad.MADGRAD, (1.0, 1.0), estimates=True),
     "mirror-madgrad": Method("MirrorMADGRAD", cubegrad.MirrorMADGRAD, (1e-4, 1e-2)),
+    "madgrad-compact": Method(
+        "MADGRAD, compact", partial(cubegrad.MADGRAD, compact=True), (1e-4, 1e-2)
+    ),
+    "madgrad-auto-compact": Method(
+        "MADGRAD, lr auto, compact",
+        partial(cubegrad.MADGRAD, compact=True),
+        (1.0, 1.0),
+        estimates=True,
+    ),
+    "mirror-madgrad-compact": Method(
+        "MirrorMADGRAD, compact", partial(cubegrad.MirrorMADGRAD, compact=True), (1e-4, 1e-2)
+    ),
     "sgd": Method("SGD", partial(SGD, momentum=0.9), (1e-2, 1.0)),
     "sgd-plain": Method("SGD, no momentum", SGD, (1e-2, 1.0)),
     "adam": Method("Adam", Adam, (1e-4, 1e-2)),

@@ -90,6 +90,12 @@ def tokenized(texts: Texts, vocabulary: int, length: int) -> Corpus:
             f"{LARGEST} tokens; use 8192"
         )
     tokenizer = train((text for part, _, text in texts.sentences() if part == "train"), vocabulary)
+    parts = encoded(tokenizer, texts, length)
+    return Corpus(parts, SPECIAL + tokenizer.get_vocab_size(), tokenizer.to_str())
+
+
+def encoded(tokenizer: Any, texts: Texts, length: int) -> dict[Split, Tokens]:
+    """The text in blocks, in the tokens of a tokenizer that may be another text's."""
     numbers = {part: array("H") for part in PARTS}
     sizes = {part: array("H") for part in PARTS}
     last = dict.fromkeys(PARTS, -1)
@@ -99,7 +105,7 @@ def tokenized(texts: Texts, vocabulary: int, length: int) -> Corpus:
         last[part] = document
         numbers[part].extend([*between, *(SPECIAL + number for number in ids), END])
         sizes[part].extend([*(len(between) * [1]), *_pieces(len(ids) + 1, length - 1)])
-    parts = {}
+    parts: dict[Split, Tokens] = {}
     for part in PARTS:
         if len(numbers[part]) < length:
             raise StudyError(
@@ -107,7 +113,7 @@ def tokenized(texts: Texts, vocabulary: int, length: int) -> Corpus:
                 f"{length}: add more text"
             )
         parts[part] = Tokens(np.array(numbers[part]), packed(sizes[part], length - 1))
-    return Corpus(parts, SPECIAL + tokenizer.get_vocab_size(), tokenizer.to_str())
+    return parts
 
 
 def train(sentences: Iterable[str], vocabulary: int) -> Any:

@@ -140,12 +140,15 @@ def parts(
 
 
 def build(setup: Setup) -> Task:
+    names = ("corpus", "vocabulary", "length")
+    chosen = (setup.preset.options[name] for name in names)
+    return task(setup, *parts(setup.data, *chosen, setup.hold_out, setup.device))
+
+
+def task(setup: Setup, sets: dict[Split, Blocks], vocabulary: int) -> Task:
     options = dict(setup.preset.options)
     batch, length, updates = setup.preset.batch, options["length"], options["updates"]
     device, seed = setup.device, setup.seed
-    sets, vocabulary = parts(
-        setup.data, options["corpus"], options["vocabulary"], length, setup.hold_out, device
-    )
     train = sets["train"]
     model = network(options, vocabulary).to(device)
 

@@ -1,0 +1,118 @@
+"""The comparison of codes with a float32 state: its table, its page, that it runs and resumes."""
+
+from pathlib import Path
+
+import pytest
+
+from cubegrad.study import StudyError
+from cubegrad.study.records import Record, Runs, Settings
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+ABOUT = {"metric": "loss", "higher_is_better": False, "unit": "bits", "beside": ["accuracy"]}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.chdir(ROOT)
+
+
+def record(method, seed, loss, accuracy=90.0):
+    settings = Settings("toy", "cpu", 2, 16, method, "flat", 0.1, 0.0, seed)
+    curve = {"train_loss": [0.5], "loss": [loss], "accuracy": [accuracy]}
+    return Record(settings, "diverged" if loss is None else "finished", curve, 1.0, ABOUT)
+
+
+def test_a_gain_is_taken_seed_for_seed_and_held_against_its_error():
+    from compact_table import rows, table
+
+    records = [
+        *(record("madgrad", seed, loss) for seed, loss in ((1, 1.0), (2, 2.0), (9, 5.0))),
+        *(record("madgrad-compact", seed, loss, 91.0) for seed, loss in ((2, 2.2), (1, 1.4))),
+        *(record("mirror-madgrad", seed, loss) for seed, loss in ((1, 1.0), (2, 2.0))),
+        *(record("mirror-madgrad-compact", seed, loss) for seed, loss in ((1, 1.1), (2, None))),
+    ]
+    loss, accuracy = rows(records)  # a run that diverged leaves no row, nor does a lone seed
+    assert loss.gains == pytest.approx([-0.4, -0.2])
+    assert not loss.holds
+    assert (accuracy.metric, accuracy.gains, accuracy.holds) == ("accuracy", [1.0, 1.0], True)
+    assert table(records).splitlines()[2:] == [
+        "| toy, cpu | lr 0.1, 2 epochs | loss, bits | 2 | 1.5 ± 1.0 | 1.80 ± 0.80 | −0.30 ± 0.20 |"
+        " no |",
+        "| toy, cpu | lr 0.1, 2 epochs | accuracy, % | 2 | 90.00 | 91.00 | +1.00 | yes |",
+    ]
+
+
+def test_the_page_has_the_table_of_its_records():
+    from compact_table import table
+
+    records, broken = Runs(RESULTS / "compact").load()
+    assert not broken
+    assert table(records.values()) in (RESULTS / "compact" / "README.md").read_text()
+
+
+def test_the_float32_runs_of_the_searches_are_taken_over(tmp_path):
+    from compact_quality import jobs, parse
+
+    words = ["--preset", "gpu", "--problems", "cifar10,iwslt14,bookwiki,fastmri"]
+    runs = Runs(tmp_path)
+    todo = jobs(parse([*words, "--out", str(tmp_path)]), runs)
+    assert [job.name for job in todo] == ["tokens"] + [
+        f"{name} madgrad-compact {lr:g} seed {seed}"
+        for name, lr in (
+            ("cifar10", 2.5e-4),
+            ("iwslt14", 0.05),
+            ("bookwiki", 0.01),
+            ("fastmri", 0.05),
+        )
+        for seed in (1, 2, 3)
+    ]
+    taken = runs.load()[0].values()
+    assert len(taken) == 12
+    assert {one.settings.method for one in taken} == {"madgrad"}
+
+
+@pytest.mark.processes
+def test_an_epoch_of_digits_in_both_forms_is_not_run_again(tmp_path, capsys):
+    from compact_quality import main
+
+    words = ["--problems", "digits", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]
+    main(words)
+    first = capsys.readouterr().out
+    assert first.splitlines()[2].startswith(
+        "| digits, cpu | lr 0.025, 1 epochs | accuracy, % | 2 |"
+    )
+    lines = (tmp_path / "records.jsonl").read_text()
+    assert lines.count("\n") == 4
+    main(words)
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "records.jsonl").read_text() == lines
+
+
+@pytest.mark.processes
+def test_a_run_that_fails_leaves_the_others_and_is_named(tmp_path, capsys):
+    from compact_quality import main
+
+    words = ["--problems", "iwslt14", "--seeds", "1", "--out", str(tmp_path)]
+    (tmp_path / "tatoeba").mkdir()
+    with pytest.raises(StudyError, match="iwslt14 madgrad-compact"):
+        main([*words, "--data", str(tmp_path)])
+    assert "no German-English sentences" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("minutes", "problems"), [("0.01", "digits"), ("1", "cifar10")])
+def test_what_lacks_time_or_data_is_not_started(tmp_path, capsys, minutes, problems, monkeypatch):
+    import compact_quality
+
+    monkeypatch.setattr(compact_quality.Schedule, "gone", clock(step=10))
+    words = ["--minutes", minutes, "--problems", problems, "--seeds", "1", "--out", str(tmp_path)]
+    compact_quality.main([*words, "--data", str(tmp_path)])
+    assert "not run: " in capsys.readouterr().err
+    assert not Runs(tmp_path).load()[0]
+
+
+def clock(step):
+    """Time that passes with each look at it."""
+    now = iter(range(0, 10**6, step))
+    return lambda _: next(now)
