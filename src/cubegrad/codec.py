@@ -16,6 +16,8 @@ backend, and however the parameter is sharded, and no generator has a state to b
 A number that is not finite gets the code 0 and does not count for its block's scale.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from cubegrad import distance, rule
@@ -147,19 +149,48 @@ def decode(xp: Namespace, codes: Codes) -> Values:
 
 
 def encode(
-    xp: Namespace, offset: Array | None, root: Array, old: Codes, bits: Array | None = None
+    xp: Namespace,
+    offset: tuple[Array | None, Array | None],
+    root: Array,
+    old: Codes,
+    bits: Array | None = None,
 ) -> Codes:
-    """The codes of new values; without `bits` they are rounded to nearest. x_0 stays as it is."""
-    offset_code, offset_scale = None, None
-    if offset is not None and old.offset is not None:
-        shift = 0.0 if bits is None else dither(xp, bits)
-        offset_code, offset_scale = encode_integers(xp, offset, LARGEST_OFFSET, shift)
+    """The new codes: the offset's with its scale, and those of the root.
+
+    Without `bits` the root is rounded to nearest. x_0 stays as it is.
+    """
     # MADGRAD's roots never fall, so that a scale which falls could only be rounding.
     least = 0.0 if old.initial is None else old.root_scale
     root_code, root_scale = encode_roots(xp, root, bits, least)
     return old._replace(
-        offset=offset_code, offset_scale=offset_scale, root=root_code, root_scale=root_scale
+        offset=offset[0], offset_scale=offset[1], root=root_code, root_scale=root_scale
     )
+
+
+def _store(
+    xp: Namespace,
+    bits: Array,
+    round_param: Callable[..., Array] | None,
+    keeps_offset: bool,
+    param: Array,
+    offset: Array,
+) -> tuple[Array, tuple[Array | None, Array | None]]:
+    """x as it is stored, and the code and scale of z - x.
+
+    float32 has places enough to take in what rounding changes of the offset. So z stays exact, and
+    rounding errors do not add up in it. Half precision has not: there x is rounded first, and the
+    offset is what z lies from that.
+    """
+    if round_param is not None:
+        rounded = round_param(xp, param, bits)
+        param, offset = rounded, offset + (param - rounded)
+    if not keeps_offset:
+        return param, (None, None)
+    code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
+    if round_param is None:
+        change = (code + 0.0) * scale - offset
+        param = param - xp.where(xp.isfinite(change), change, 0.0)
+    return param, (code, scale)
 
 
 def step(
@@ -177,11 +208,7 @@ def step(
 
     `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
     """
-    round_param = ROUND.get(dtype)
-
-    def store(x: Array) -> Array:
-        return x if round_param is None else round_param(xp, x, bits)
-
+    store = partial(_store, xp, bits, ROUND.get(dtype), codes.offset is not None)
     old, sums = decode(xp, codes), None
     if old.initial is None:
         new_param, offset, root = rule.mirror_madgrad_from_root(

@@ -20,6 +20,7 @@ Array = Any
 Scalar = Any
 Hyper = Any
 Namespace = Any
+Store = Callable[[Array, Array], tuple[Array, Any]]
 
 
 def step_weight(lr: Scalar, step: Scalar) -> Scalar:
@@ -130,17 +131,17 @@ def madgrad_from_root(
     dual_offset: Array | None,
     root: Array,
     initial_param: Array,
-    store: Callable[[Array], Array] = lambda param: param,
+    store: Store = lambda param, dual_offset: (param, dual_offset),
 ) -> tuple[Array, ...]:
     """`madgrad` from m = z - x, r = ∛ν and x_0, a form whose state survives being rounded.
 
     With d = x_0 - z the sums are s = d (r + ε) and ν = r³, so z_{k+1} is the same as in `madgrad`.
     There a rounding error of s or ν stays in a sum for good. Here one of r changes a coordinate's
-    step size a little and moves nothing, and one of m is like noise in a gradient.
+    step size a little and moves nothing, and one of m can be made good in x, so that z is exact.
 
     Without `dual_offset` c is 1, and x is z. A coordinate with r = 0 has had no gradient yet, so it
-    has not left x_0, whatever rounding made of x_0. `store` rounds x_{k+1} as it will be stored.
-    Returns x, m and r after the step, and x_0 - z_{k+1} for `distance.step_sums_from_root`.
+    has not left x_0, whatever rounding made of x_0. `store` turns x and m into what is stored.
+    Returns these and r after the step, and x_0 - z_{k+1} for `distance.step_sums_from_root`.
     """
     grad = effective_gradient(h, param, grad)
     param, initial_param = shrunk(h, param), shrunk(h, initial_param)
@@ -167,7 +168,7 @@ def mirror_madgrad_from_root(
     grad: Array,
     dual_offset: Array | None,
     root: Array,
-    store: Callable[[Array], Array] = lambda param: param,
+    store: Store = lambda param, dual_offset: (param, dual_offset),
 ) -> tuple[Array, ...]:
     """`mirror_madgrad` from m = z - x and r = ∛ν, as `madgrad_from_root`; returns x, m and r."""
     grad = effective_gradient(h, param, grad)
@@ -185,9 +186,9 @@ def _averaged(
     param: Array,
     dual_offset: Array | None,
     move: Array,
-    store: Callable[[Array], Array],
-) -> tuple[Array, Array]:
-    """x and z - x after z has moved by -move."""
+    store: Store,
+) -> tuple[Array, Any]:
+    """x and z - x after z has moved by -move, as they are stored."""
     ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
-    new_param = store(param - ahead * (1 - h.momentum))  # x_{k+1} = (1-c) x_k + c z_{k+1}
-    return new_param, (param - new_param) - ahead  # m_{k+1} = z_{k+1} - x_{k+1}
+    new_param = param - ahead * (1 - h.momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
+    return store(new_param, (param - new_param) - ahead)  # m_{k+1} = z_{k+1} - x_{k+1}

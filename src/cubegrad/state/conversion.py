@@ -92,7 +92,10 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
         grad_sq_sum, z = state
     old = compact.codes_in_blocks(own)
     root = TorchFunctions.cbrt(grad_sq_sum)
-    codes = codec.encode(TorchFunctions, compact.blocks(z - x), compact.blocks(root), old)
+    offset: tuple[Any, Any] = (None, None)
+    if own.offset is not None:
+        offset = codec.encode_integers(TorchFunctions, compact.blocks(z - x), codec.LARGEST_OFFSET)
+    codes = codec.encode(TorchFunctions, offset, compact.blocks(root), old)
     write_codes(codes, own)
     return new
 
