@@ -17,6 +17,7 @@ backend, and however the parameter is sharded, and no generator has a state to b
 A number that is not finite gets the code 0 and does not count for its block's scale.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cubegrad import distance, rule
@@ -27,6 +28,11 @@ Hyper = Any
 Namespace = Any
 
 BLOCK = 256  # numbers that share a scale, at most; see `state.compact`
+# Below these a parameter keeps its sums: the scales would take more than a twentieth of the state,
+# and the launch more time than the memory. Norms and biases, which a rounding error may hurt most,
+# lie below them.
+LEAST_SIZE = 4096
+LEAST_ROW = 64
 LARGEST_OFFSET = 127  # int8
 LARGEST_INITIAL = 32767  # int16
 
@@ -173,15 +179,17 @@ def step(
     codes: Codes,
     dtype: str,
     with_sums: bool = False,
+    applied: Callable[[Array], Array] = lambda param: param,
 ) -> tuple[Array, Codes, tuple[Scalar, ...] | None]:
     """One step from codes to codes, and the sums of distance.py if they are wanted.
 
-    `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
+    `param` and `grad` are float32, `dtype` is the one in which the parameter is stored. `applied`
+    is what the caller makes of the rounded x_{k+1}, where that is not quite the same number.
     """
     round_param = ROUND.get(dtype)
 
     def store(x: Array) -> Array:
-        return x if round_param is None else round_param(xp, x, bits)
+        return applied(x if round_param is None else round_param(xp, x, bits))
 
     old, sums = decode(xp, codes), None
     if old.initial is None:

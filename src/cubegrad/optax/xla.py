@@ -110,10 +110,30 @@ def where_finite(x: Array, value: Array) -> Array:
 
 where = jnp.where
 
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """x rounded to a number of a narrower dtype; XLA may remove two casts, but not this."""
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, limits.nexp, limits.nmant)
+
+
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
 TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
 TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
+# What codec.py takes as xp.
+CODEC = SimpleNamespace(
+    **vars(TOTALS),
+    where=jnp.where,
+    isfinite=jnp.isfinite,
+    round=jnp.round,
+    clip=jnp.clip,
+    bits=lambda x: lax.bitcast_convert_type(x, jnp.int32),
+    from_bits=lambda x: lax.bitcast_convert_type(x, jnp.float32),
+    float32=lambda codes: codes.astype(jnp.float32),
+    int32=lambda codes: codes.astype(jnp.int32),
+    largest=lambda x: jnp.max(x, axis=-1, keepdims=True),
+)
 
 
 def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
