@@ -6,7 +6,8 @@ never merged with another, so the scales are sharded as the parameter is.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from cubegrad.optax import xla
 from cubegrad.options import Hyper
 
 Shape = tuple[int, ...]
+Result = tuple[Array, Codes, xla.Sums | None]
 
 # The buffers of a state, in the order of `codec.Codes`.
 BUFFERS = tuple(name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
@@ -71,8 +73,7 @@ def initial_codes(param: Array, names: Sequence[str]) -> dict[str, Array]:
         "root_scale": jnp.zeros_like(scale),
     }
     if "initial_code" in names:
-        encoded = jax.jit(_encode_initial)(real)
-        found |= zip(("initial_code", "initial_scale"), encoded, strict=True)
+        found["initial_code"], found["initial_scale"] = _initial(real, scale)
     return {name: found[name] for name in names}
 
 
@@ -87,26 +88,91 @@ def _parts(param: Array) -> tuple[Array, Array]:
     return real, _blocks(real)[..., 0].astype(jnp.float32)
 
 
-def _encode_initial(real: Array) -> tuple[Array, Array]:
+def _initial(real: Array, scale: Array) -> tuple[Array, Array]:
     """Codes and scales of x_0."""
     if _initial_dtype(real) == real.dtype:  # exact; decoupled decay changes the scale
-        return real, jnp.ones_like(_parts(real)[1])
+        return jnp.array(real, copy=True), jnp.ones_like(scale)
+    return jax.jit(_encode_initial)(real)  # type: ignore[no-any-return]
+
+
+def _encode_initial(real: Array) -> tuple[Array, Array]:
     codes, scale = codec.encode_integers(xla.CODEC, _blocks(real), codec.LARGEST_INITIAL)
     return _joined(codes, real.shape).astype(jnp.int16), scale[..., 0]
 
 
 def step(
     h: Hyper, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
-) -> tuple[Array, Codes, xla.Sums | None]:
+) -> Result:
     """The move of the parameter, the codes after it, and the sums if they are wanted.
 
     The move is in float32, also for half precision. There x is rounded at random, z - x is taken
     from the rounded x, and no move of the parameter's own dtype would lead to all of its numbers.
+
+    Compiled for a CPU, some rows are stepped at a time: on its own, XLA stores seven intermediate
+    results for each number, and allocating the memory for that takes longer than the step.
     """
-    dtype = param.dtype.name
+    if codes.initial is not None and codes.initial.dtype != _initial_dtype(_real(param)):
+        raise ValueError(
+            f"a parameter is {param.dtype}, and must have the dtype with which its state was made, "
+            f"where x_0 is {codes.initial.dtype}; use optax.apply_updates, which keeps the dtype"
+        )
+    whole = partial(_step, h, count, with_sums, 0)
+    rows = max(1, xla.CHUNK // 2 // _row_length(_real_shape(param)))
+    compiled = isinstance(param, jax.core.Tracer) or isinstance(grad, jax.core.Tracer)
+    if not compiled or xla.may_be_sharded_on_cpu() or len(param) < 2 * rows:
+        return whole(param, grad, codes)
+    by_rows = partial(_step_by_rows, h, count, with_sums, rows)
+    return lax.platform_dependent(param, grad, codes, cpu=by_rows, default=whole)  # type: ignore[no-any-return]
+
+
+def _step_by_rows(
+    h: Hyper, count: Array, with_sums: bool, rows: int, param: Array, grad: Array, codes: Codes
+) -> Result:
+    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    # Moves overwrite the gradient: inside a jitted training step its memory is free by then.
+    in_place = grad.dtype == dtype
+    moves = grad if in_place else jnp.zeros(param.shape, dtype)
+    sums = tuple(jnp.zeros([], jnp.float32) for _ in range(3)) if with_sums else None
+
+    def step_rows(first: Any, rows: int, so_far: Result) -> Result:
+        def cut(array: Array) -> Array:
+            return lax.dynamic_slice_in_dim(array, first, rows)
+
+        moves, codes, sums = so_far
+        old = cut(param), cut(moves if in_place else grad), jax.tree.map(cut, codes)
+        # A condition that XLA cannot know to be true: it does not fuse what is inside with what is
+        # outside. Otherwise it would read rows that are written already, and copy all of them.
+        move, new, added = lax.cond(
+            count >= 0,
+            partial(_step, h, count, with_sums, first),
+            lambda _, move, codes: (move.astype(dtype), codes, sums),
+            *old,
+        )
+
+        def put(array: Array, piece: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(array, piece, first, 0)
+
+        new = jax.tree.map(put, codes, new)
+        return put(moves, move), new, jax.tree.map(jnp.add, sums, added)
+
+    pieces, rest = divmod(len(param), rows)
+    result = (moves, codes, sums)
+    result = lax.fori_loop(0, pieces, lambda i, so_far: step_rows(i * rows, rows, so_far), result)
+    return step_rows(pieces * rows, rest, result) if rest else result
+
+
+def _step(
+    h: Hyper,
+    count: Array,
+    with_sums: bool,
+    first_row: Any,
+    param: Array,
+    grad: Array,
+    codes: Codes,
+) -> Result:
     real = _real(param)
     x, g = (_blocks(a.astype(jnp.float32)) for a in (real, _real(grad)))
-    bits = codec.random_bits(count, _indices(x.shape, _row_length(real.shape)))
+    bits = codec.random_bits(count, _indices(x.shape, first_row, _row_length(real.shape)))
     moves = []
 
     def applied(new: Array) -> Array:
@@ -114,17 +180,9 @@ def step(
         moves.append(-(x - new))  # -0 where nothing moves, which changes no bit
         return xla.rounded(x + moves[-1], real.dtype)
 
+    k, old = count.astype(jnp.float32), _in_blocks(codes)
     _, new, sums = codec.step(
-        xla.CODEC,
-        h,
-        count.astype(jnp.float32),
-        bits,
-        x,
-        g,
-        _in_blocks(codes),
-        dtype,
-        with_sums,
-        applied,
+        xla.CODEC, h, k, bits, x, g, old, param.dtype.name, with_sums, applied
     )
     move = _joined(moves[0], real.shape)
     if jnp.iscomplexobj(param):
@@ -132,10 +190,10 @@ def step(
     return move, _stored(new, codes), sums
 
 
-def _indices(shape: Shape, row: int) -> Array:
-    """The coordinates' indices in the whole parameter, modulo 2^32."""
+def _indices(shape: Shape, first_row: Any, length: int) -> Array:
+    """The coordinates' indices in the whole parameter, modulo 2^32; `length` is that of a row."""
     i, j, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
-    return i * (row % 2**31) + j * shape[-1] + k
+    return (i + first_row) * length + j * shape[-1] + k
 
 
 def _in_blocks(codes: Codes) -> Codes:

@@ -136,6 +136,10 @@ CODEC = SimpleNamespace(
 )
 
 
+def may_be_sharded_on_cpu() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
 def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
     """function(xp, *arrays), for a function whose results are all computed by xp.total.
 
@@ -146,8 +150,7 @@ def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
     """
     whole = partial(function, TOTALS)
     size = arrays[0].size
-    sharded = jax.default_backend() == "cpu" and jax.device_count() > 1
-    if sharded or not 2 * CHUNK <= size < 2**31:  # an index is an int32
+    if may_be_sharded_on_cpu() or not 2 * CHUNK <= size < 2**31:  # an index is an int32
         return whole(*arrays)
 
     def by_chunks(*arrays: Any) -> Sums:
