@@ -213,7 +213,10 @@ def test_parameters_and_state_are_donated_and_reused(variant):
 @pytest.mark.compilation
 @each_variant
 def test_temporary_memory_does_not_grow_with_the_parameter(variant):
-    """The moves take the memory of the gradients, if that is free."""
+    """The moves take the memory of the gradients, if that is free.
+
+    An estimated rate has a copy of them: until there is a first estimate, they count as 0.
+    """
     if jax.default_backend() != "cpu":
         pytest.skip("XLA fuses the step on other devices")
     tx, used = VARIANTS[variant](), []
@@ -222,7 +225,8 @@ def test_temporary_memory_does_not_grow_with_the_parameter(variant):
         update = jax.jit(tx.update, donate_argnums=(0, 1))
         compiled = update.lower(params, tx.init(params), params).compile()
         used.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert used[1] - used[0] <= 256 * 3072 / 8  # 1 bit a parameter
+    limit = 4.1 if variant == "estimated" else 0.1  # bytes a parameter
+    assert used[1] - used[0] <= 256 * 3072 * limit
 
 
 @pytest.mark.compilation
