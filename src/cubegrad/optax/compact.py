@@ -193,7 +193,8 @@ def _step(
 def _indices(shape: Shape, first_row: Any, length: int) -> Array:
     """The coordinates' indices in the whole parameter, modulo 2^32; `length` is that of a row."""
     i, j, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
-    return (i + first_row) * length + j * shape[-1] + k
+    indices: Array = (i + first_row) * length + j * shape[-1] + k
+    return indices
 
 
 def _in_blocks(codes: Codes) -> Codes:
