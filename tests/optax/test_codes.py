@@ -50,9 +50,10 @@ PARITY = [
 def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
     """But for one in 10,000, from the same state, and that one differs by 1.
 
-    Measured: at most 1.2e-5 of a buffer. The two libraries round a cube root and a quotient
+    Measured: at most 3.3e-5 of a buffer. The two libraries round a cube root and a quotient
     differently, and XLA fuses products and sums. A weight in half precision that is rounded the
-    other way has another z - x, so there a code may differ by more.
+    other way has another z - x. So there a code may differ by more, and if that z - x is the
+    largest of its block, the block has another scale and other codes: such blocks are counted.
     """
     chosen, shape = cases.OPTIONS[options], (300, 1000)  # the last block of a row has 232 numbers
     half = dtype in ("float16", "bfloat16")
@@ -81,9 +82,16 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
             apart = np.abs(jax_cases.numbers(code) - cases.numbers(expected))
             if name.endswith("scale"):
                 assert np.mean(apart > 1e-5 * cases.numbers(expected)) <= (1e-3 if half else 0)
-            else:
-                assert np.mean(apart > 0) <= 1e-4
-                assert half or apart.max() <= 1
+                continue
+            scale = name.replace("code", "scale")
+            same = np.isclose(getattr(state, scale), entries[scale], rtol=1e-5, atol=0)
+            apart = apart.reshape(len(apart), -1) * np.repeat(same, 256, axis=1)[:, : row(code)]
+            assert np.mean(apart > 0) <= 1e-4
+            assert half or apart.max() <= 1
+
+
+def row(code):
+    return code.size // len(code)
 
 
 @pytest.mark.compilation
