@@ -178,7 +178,8 @@ def _step(
     def applied(new: Array) -> Array:
         """x as `optax.apply_updates` will have it."""
         moves.append(-(x - new))  # -0 where nothing moves, which changes no bit
-        return xla.rounded(x + moves[-1], real.dtype)
+        # Of half precision `new` is a number already, and the sum is cast back to it.
+        return new if real.dtype.itemsize == 2 else x + moves[-1]
 
     k, old = count.astype(jnp.float32), _in_blocks(codes)
     _, new, sums = codec.step(

@@ -110,13 +110,6 @@ def where_finite(x: Array, value: Array) -> Array:
 
 where = jnp.where
 
-
-def rounded(x: Array, dtype: Any) -> Array:
-    """x rounded to a number of a narrower dtype; XLA may remove two casts, but not this."""
-    limits = jnp.finfo(dtype)
-    return lax.reduce_precision(x, limits.nexp, limits.nmant)
-
-
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
 TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
