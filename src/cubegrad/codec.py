@@ -28,6 +28,11 @@ Hyper = Any
 Namespace = Any
 
 BLOCK = 256  # numbers that share a scale, at most; see `state.compact`
+# Below these a parameter keeps its sums: the scales would take more than a twentieth of the state,
+# and the launch more time than the memory. Norms and biases, which a rounding error may hurt most,
+# lie below them.
+LEAST_SIZE = 4096
+LEAST_ROW = 64
 LARGEST_OFFSET = 127  # int8
 LARGEST_INITIAL = 32767  # int16
 

@@ -234,5 +234,6 @@ def test_state_is_sharded_like_its_parameter():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    names = ("madgrad", "mirror_madgrad", "madgrad, estimated")
-    assert done.stdout.splitlines() == [f"{name}: sharded" for name in names]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7
+    assert all(line.endswith(": sharded") for line in lines)

@@ -1,7 +1,7 @@
 """MADGRAD for JAX: optax transformations that run rule.py."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -16,6 +16,9 @@ from cubegrad.optax.transform import transformation
 
 __all__ = [
     "AutoMadgradState",
+    "CompactAutoMadgradState",
+    "CompactMadgradState",
+    "CompactMirrorMadgradState",
     "Estimate",
     "MadgradState",
     "MirrorMadgradState",
@@ -52,6 +55,53 @@ class MirrorMadgradState(NamedTuple):
     z: Tree  # z_k
 
 
+class CompactMadgradState(NamedTuple):
+    """`MadgradState` with compact=True: a parameter has either sums or codes, and None for others.
+
+    The codes are those of PyTorch's `MADGRAD(compact=True)`, in the shape of the parameter (with a
+    last dimension of 2 for a complex one). A scale belongs to a block of up to 256 codes in a row.
+    """
+
+    count: Array  # type: ignore[assignment]
+    grad_sum: Tree
+    grad_sq_sum: Tree
+    initial_param: Tree
+    offset_code: Tree  # int8: z - x; None without momentum
+    offset_scale: Tree
+    root_code: Tree  # uint8: ∛ν
+    root_scale: Tree
+    initial_code: Tree  # x_0 in int16, or in the dtype of half precision
+    initial_scale: Tree
+
+
+class CompactAutoMadgradState(NamedTuple):
+    """`CompactMadgradState` and the numbers that the learning rate is estimated from."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sum: Tree
+    grad_sq_sum: Tree
+    initial_param: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree
+    root_scale: Tree
+    initial_code: Tree
+    initial_scale: Tree
+    estimate: Estimate
+
+
+class CompactMirrorMadgradState(NamedTuple):
+    """`MirrorMadgradState` with compact=True, as `CompactMadgradState`."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    z: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree
+    root_scale: Tree
+
+
 def madgrad(
     learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-2,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -64,6 +114,7 @@ def madgrad(
     maximize: bool = False,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
+    compact: bool = False,
     lr_factor: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi), Algorithm 1.
@@ -87,11 +138,17 @@ def madgrad(
             returns one, as in `optax.adamw`. All of them by default.
         state_dtype: the dtype of the sums s and ν; by default float32, or the parameter's dtype if
             that is wider. x_0 and z are never narrower than the default.
+        compact: keep 4 bytes of state for a parameter instead of 12 (3 without momentum), in arrays
+            of at least 4,096 elements with rows of at least 64 (docs/jax.md). Smaller ones keep
+            what they keep otherwise, and state_dtype is for those alone.
         lr_factor: multiplies the estimated learning rate, a number or a schedule; 1 by default.
             decoupled_lr then decays by lr_factor alone, with a reference_lr of 1.
     """
     settings = checked(Settings(**locals()))
-    state_type = AutoMadgradState if settings.auto else MadgradState
+    if compact:
+        state_type: Any = CompactAutoMadgradState if settings.auto else CompactMadgradState
+    else:
+        state_type = AutoMadgradState if settings.auto else MadgradState
     return transformation(rule.madgrad, state_type, settings)
 
 
@@ -107,14 +164,18 @@ def mirror_madgrad(
     maximize: bool = False,
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
+    compact: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The mirror-descent form of MADGRAD, as `cubegrad.MirrorMADGRAD` derives it.
 
     z is part of the state, so there is no x_0 and no pull towards it. Arguments as for `madgrad`,
-    with eps 0 by default. Without a sum of gradients the learning rate cannot be estimated.
+    with eps 0 by default; compact=True keeps 2 bytes instead of 8. Without a sum of gradients the
+    learning rate cannot be estimated.
     """
     refuse_auto(learning_rate)
-    return transformation(rule.mirror_madgrad, MirrorMadgradState, checked(Settings(**locals())))
+    settings = checked(Settings(**locals()))
+    state_type = CompactMirrorMadgradState if compact else MirrorMadgradState
+    return transformation(rule.mirror_madgrad, state_type, settings)
 
 
 def estimated_lr(state: Tree) -> Array:

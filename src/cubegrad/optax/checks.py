@@ -33,6 +33,7 @@ class Settings(NamedTuple):
     maximize: bool
     mask: Tree | Callable[[Tree], Tree] | None
     state_dtype: DTypeLike | None
+    compact: bool
     lr_factor: ArrayLike | Schedule | None = None
 
     @property

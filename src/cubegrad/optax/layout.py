@@ -1,11 +1,13 @@
 """The arrays of one parameter: which buffers are kept, in which dtype, how the rule sees them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from cubegrad.optax import compact
 from cubegrad.optax.checks import Settings
 
 SUMS = ("grad_sum", "grad_sq_sum")  # start at 0
@@ -14,7 +16,8 @@ POINTS = ("initial_param", "z")  # start as copies of the parameter
 
 def buffer_names(state_type: Any) -> tuple[str, ...]:
     """The fields of a state that are trees of buffers, in the order of the rule's arguments."""
-    return tuple(name for name in state_type._fields if name in SUMS + POINTS)
+    known = (*SUMS, *POINTS, *compact.BUFFERS)
+    return tuple(name for name in state_type._fields if name in known)
 
 
 def compute_dtype(param: Array, *others: Any) -> Any:
@@ -25,9 +28,23 @@ def compute_dtype(param: Array, *others: Any) -> Any:
     return jnp.result_type(jnp.promote_types(param.dtype, jnp.float32), *others)
 
 
-def initial_buffer(settings: Settings, name: str, param: ArrayLike) -> Array | None:
-    """The buffer before the first step, never an alias of `param`; None if it is not kept."""
-    param = jnp.asarray(param)
+def initial_buffers(
+    settings: Settings, names: Sequence[str], param: ArrayLike
+) -> dict[str, Array | None]:
+    """The buffers before the first step, never an alias of `param`; None for one not kept."""
+    param, kept = jnp.asarray(param), dict[str, Array | None]()
+    if settings.compact and compact.is_coded(param):
+        codes = [name for name in names if name in compact.BUFFERS]
+        if settings.no_momentum:  # x is z
+            codes = [name for name in codes if not name.startswith("offset")]
+        kept |= compact.initial_codes(param, codes)
+    else:
+        sums = (name for name in names if name not in compact.BUFFERS)
+        kept |= {name: _initial_buffer(settings, name, param) for name in sums}
+    return {name: kept.get(name) for name in names}
+
+
+def _initial_buffer(settings: Settings, name: str, param: Array) -> Array | None:
     sum_dtype = point_dtype = compute_dtype(param)
     if settings.state_dtype is not None:
         point_dtype = compute_dtype(param, settings.state_dtype)

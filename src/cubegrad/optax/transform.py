@@ -1,7 +1,6 @@
 """`init` and `update`: a rule applied to every parameter of a tree."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +10,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cubegrad import options
-from cubegrad.optax import auto, xla
+from cubegrad.codec import Codes
+from cubegrad.optax import auto, compact, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     buffer_names,
     compute_dtype,
     from_real_parts,
-    initial_buffer,
+    initial_buffers,
     real_parts,
 )
 from cubegrad.options import Hyper
@@ -53,9 +53,9 @@ def transformation(
 
     def init(params: Tree) -> Any:
         jax.tree_util.tree_map_with_path(check_param, params)
-        fields = {
-            name: jax.tree.map(partial(initial_buffer, settings, name), params) for name in names
-        }
+        leaves, treedef = jax.tree.flatten(params)
+        buffers = [initial_buffers(settings, names, param) for param in leaves]
+        fields = _trees(treedef, names, buffers)
         if settings.auto:
             fields["estimate"] = auto.initial_estimate()
         return state_type(count=jnp.zeros([], jnp.int32), **fields)
@@ -85,13 +85,19 @@ def transformation(
             pairs = zip(leaves, steps, strict=True)
             sums = [(leaf.decays, part) for leaf, step in pairs for part in step.sums]
             fields["estimate"] = auto.advance(estimate, h, state.count, sums, size)
-        unflatten = partial(jax.tree.unflatten, jax.tree.structure(params))
-        for name in names:
-            fields[name] = unflatten([step.buffers[name] for step in steps])
-        moves = unflatten([step.move for step in steps])
+        treedef = jax.tree.structure(params)
+        fields |= _trees(treedef, names, [step.buffers for step in steps])
+        moves = jax.tree.unflatten(treedef, [step.move for step in steps])
         return moves, state_type(count=optax.safe_increment(state.count), **fields)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _trees(
+    treedef: Any, names: Iterable[str], buffers: list[dict[str, Array | None]]
+) -> dict[str, Tree]:
+    """One tree for each name, from the buffers of each parameter."""
+    return {name: jax.tree.unflatten(treedef, [own[name] for own in buffers]) for name in names}
 
 
 def _leaves(mask: Any, params: Tree, grads: Tree, buffers: dict[str, Tree]) -> list[Leaf]:
@@ -138,11 +144,12 @@ def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
 
 def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
     """One parameter's step. The real and the imaginary part of a complex one take a step each."""
+    if leaf.buffers.get("root_code") is not None:
+        return _coded_step(h, count, leaf, with_sums)
     kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
     dtype = compute_dtype(leaf.param, *kept.values())
     real = jnp.finfo(dtype).dtype
-    cast: Any = [v.astype(real) if isinstance(v, Array) else v for v in leaf.hyper(h)]
-    h, step = Hyper(*cast), count.astype(real)
+    h, step = _cast(leaf.hyper(h), real), count.astype(real)
     arrays = {"param": leaf.param, "grad": leaf.grad, **kept}
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     results, sums = [], []
@@ -157,3 +164,17 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> St
     move = (-(arrays["param"] - new["param"])).astype(leaf.param.dtype)
     stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
+
+
+def _coded_step(h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
+    codes = Codes(*map(leaf.buffers.get, compact.BUFFERS))
+    h = _cast(leaf.hyper(h), jnp.float32)
+    move, codes, sums = compact.step(h, count, leaf.param, leaf.grad, codes, with_sums)
+    stored = dict(zip(compact.BUFFERS, codes, strict=True))
+    return Step(move, {n: stored.get(n) for n in leaf.buffers}, [] if sums is None else [sums])
+
+
+def _cast(h: Hyper, dtype: Any) -> Hyper:
+    """With arrays in the dtype of the step."""
+    cast: Any = [v.astype(dtype) if isinstance(v, Array) else v for v in h]
+    return Hyper(*cast)

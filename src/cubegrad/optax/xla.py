@@ -114,6 +114,22 @@ CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
 TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
 TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
+# What codec.py takes as xp.
+CODEC = SimpleNamespace(
+    **vars(TOTALS),
+    where=jnp.where,
+    isfinite=jnp.isfinite,
+    round=jnp.round,
+    bits=lambda x: lax.bitcast_convert_type(x, jnp.int32),
+    from_bits=lambda x: lax.bitcast_convert_type(x, jnp.float32),
+    float32=lambda codes: codes.astype(jnp.float32),
+    int32=lambda codes: codes.astype(jnp.int32),
+    largest=lambda x: jnp.max(x, axis=-1, keepdims=True),
+)
+
+
+def may_be_sharded_on_cpu() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
@@ -126,8 +142,7 @@ def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
     """
     whole = partial(function, TOTALS)
     size = arrays[0].size
-    sharded = jax.default_backend() == "cpu" and jax.device_count() > 1
-    if sharded or not 2 * CHUNK <= size < 2**31:  # an index is an int32
+    if may_be_sharded_on_cpu() or not 2 * CHUNK <= size < 2**31:  # an index is an int32
         return whole(*arrays)
 
     def by_chunks(*arrays: Any) -> Sums:

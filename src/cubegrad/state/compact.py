@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec, sharding
-from cubegrad.codec import BLOCK, Codes
+from cubegrad.codec import BLOCK, LEAST_ROW, LEAST_SIZE, Codes
 from cubegrad.functions import TorchFunctions
 
-# Below these the scales would take more than a twentieth of the state, and the launch more time
-# than the memory. Norms and biases, which a rounding error may hurt most, lie below them.
-LEAST_SIZE = 4096
-LEAST_ROW = 64
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64})
 # Numbers that are encoded at once where no kernel does it: it bounds the temporaries.
 PIECE = 2**22

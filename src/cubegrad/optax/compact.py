@@ -1,0 +1,205 @@
+"""Parameters whose state is kept in codes: which ones, what they start with, their step.
+
+codec.py says what a code means. A block is up to 256 numbers that follow each other in one row of
+the parameter, and a row is all that has one index in the first dimension. The first dimension is
+never merged with another, so the scales are sharded as the parameter is.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from cubegrad import codec
+from cubegrad.codec import BLOCK, LEAST_ROW, LEAST_SIZE, Codes
+from cubegrad.optax import xla
+from cubegrad.options import Hyper
+
+Shape = tuple[int, ...]
+Result = tuple[Array, Codes, xla.Sums | None]
+
+# The buffers of a state, in the order of `codec.Codes`.
+BUFFERS = tuple(name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
+DTYPES = ("float16", "bfloat16", "float32", "complex64")
+
+
+def is_coded(param: Array) -> bool:
+    """Whether the parameter is large enough, and of a dtype, to keep its state in codes.
+
+    How it is sharded does not count: inside `jit` that is not known.
+    """
+    row = _row_length(_real_shape(param))
+    return param.dtype.name in DTYPES and param.size >= LEAST_SIZE and row >= LEAST_ROW
+
+
+def _real_shape(param: Array) -> Shape:
+    return (*param.shape, 2) if jnp.iscomplexobj(param) else param.shape
+
+
+def _row_length(shape: Shape) -> int:
+    return math.prod(shape[1:])
+
+
+def _real(array: Array) -> Array:
+    """The real numbers that the rule works on; a complex number is two."""
+    return jnp.stack([array.real, array.imag], -1) if jnp.iscomplexobj(array) else array
+
+
+def _blocks(array: Array) -> Array:
+    """(rows, blocks, numbers of a block); the last block of a row is filled up with zeros."""
+    rows = array.reshape(len(array), _row_length(array.shape))
+    width = min(BLOCK, rows.shape[1])
+    if lacking := -rows.shape[1] % width:
+        rows = jnp.pad(rows, ((0, 0), (0, lacking)))
+    return rows.reshape(len(rows), -1, width)
+
+
+def _joined(blocks: Array, shape: Shape) -> Array:
+    """The inverse of `_blocks`."""
+    return blocks.reshape(len(blocks), -1)[:, : _row_length(shape)].reshape(shape)
+
+
+def initial_codes(param: Array, names: Sequence[str]) -> dict[str, Array]:
+    """The named buffers before the first step, none of them an alias."""
+    real, scale = jax.jit(_parts)(param)
+    found = {
+        "offset_code": jnp.zeros_like(real, dtype=jnp.int8),
+        "offset_scale": jnp.zeros_like(scale),
+        "root_code": jnp.zeros_like(real, dtype=jnp.uint8),
+        "root_scale": jnp.zeros_like(scale),
+    }
+    if "initial_code" in names:
+        found["initial_code"], found["initial_scale"] = _initial(real, scale)
+    return {name: found[name] for name in names}
+
+
+def _initial_dtype(param: Array) -> Any:
+    """Of the codes of x_0: half precision is small enough as it is."""
+    return param.dtype if param.dtype.itemsize == 2 else jnp.dtype(jnp.int16)
+
+
+def _parts(param: Array) -> tuple[Array, Array]:
+    """Arrays that are sharded as the codes and the scales have to be."""
+    real = _real(param)
+    return real, _blocks(real)[..., 0].astype(jnp.float32)
+
+
+def _initial(real: Array, scale: Array) -> tuple[Array, Array]:
+    """Codes and scales of x_0."""
+    if _initial_dtype(real) == real.dtype:  # exact; decoupled decay changes the scale
+        return jnp.array(real, copy=True), jnp.ones_like(scale)
+    return jax.jit(_encode_initial)(real)  # type: ignore[no-any-return]
+
+
+def _encode_initial(real: Array) -> tuple[Array, Array]:
+    codes, scale = codec.encode_integers(xla.CODEC, _blocks(real), codec.LARGEST_INITIAL)
+    return _joined(codes, real.shape).astype(jnp.int16), scale[..., 0]
+
+
+def step(
+    h: Hyper, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
+) -> Result:
+    """The move of the parameter, the codes after it, and the sums if they are wanted.
+
+    The move is in float32, also for half precision. There x is rounded at random, z - x is taken
+    from the rounded x, and no move of the parameter's own dtype would lead to all of its numbers.
+
+    Compiled for a CPU, some rows are stepped at a time: on its own, XLA stores seven intermediate
+    results for each number, and allocating the memory for that takes longer than the step.
+    """
+    if codes.initial is not None and codes.initial.dtype != _initial_dtype(_real(param)):
+        raise ValueError(
+            f"a parameter is {param.dtype}, and must have the dtype with which its state was made, "
+            f"where x_0 is {codes.initial.dtype}; use optax.apply_updates, which keeps the dtype"
+        )
+    whole = partial(_step, h, count, with_sums, 0)
+    rows = max(1, xla.CHUNK // 2 // _row_length(_real_shape(param)))
+    compiled = isinstance(param, jax.core.Tracer) or isinstance(grad, jax.core.Tracer)
+    if not compiled or xla.may_be_sharded_on_cpu() or len(param) < 2 * rows:
+        return whole(param, grad, codes)
+    by_rows = partial(_step_by_rows, h, count, with_sums, rows)
+    return lax.platform_dependent(param, grad, codes, cpu=by_rows, default=whole)  # type: ignore[no-any-return]
+
+
+def _step_by_rows(
+    h: Hyper, count: Array, with_sums: bool, rows: int, param: Array, grad: Array, codes: Codes
+) -> Result:
+    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    # Moves overwrite the gradient: inside a jitted training step its memory is free by then.
+    in_place = grad.dtype == dtype
+    moves = grad if in_place else jnp.zeros(param.shape, dtype)
+    sums = tuple(jnp.zeros([], jnp.float32) for _ in range(3)) if with_sums else None
+
+    def step_rows(first: Any, rows: int, so_far: Result) -> Result:
+        def cut(array: Array) -> Array:
+            return lax.dynamic_slice_in_dim(array, first, rows)
+
+        moves, codes, sums = so_far
+        old = cut(param), cut(moves if in_place else grad), jax.tree.map(cut, codes)
+        # A condition that XLA cannot know to be true: it does not fuse what is inside with what is
+        # outside. Otherwise it would read rows that are written already, and copy all of them.
+        move, new, added = lax.cond(
+            count >= 0,
+            partial(_step, h, count, with_sums, first),
+            lambda _, move, codes: (move.astype(dtype), codes, sums),
+            *old,
+        )
+
+        def put(array: Array, piece: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(array, piece, first, 0)
+
+        new = jax.tree.map(put, codes, new)
+        return put(moves, move), new, jax.tree.map(jnp.add, sums, added)
+
+    pieces, rest = divmod(len(param), rows)
+    result = (moves, codes, sums)
+    result = lax.fori_loop(0, pieces, lambda i, so_far: step_rows(i * rows, rows, so_far), result)
+    return step_rows(pieces * rows, rest, result) if rest else result
+
+
+def _step(
+    h: Hyper,
+    count: Array,
+    with_sums: bool,
+    first_row: Any,
+    param: Array,
+    grad: Array,
+    codes: Codes,
+) -> Result:
+    real = _real(param)
+    x, g = (_blocks(a.astype(jnp.float32)) for a in (real, _real(grad)))
+    bits = codec.random_bits(count, _indices(x.shape, first_row, _row_length(real.shape)))
+    k, old = count.astype(jnp.float32), _in_blocks(codes)
+    new_x, new, sums = codec.step(xla.CODEC, h, k, bits, x, g, old, param.dtype.name, with_sums)
+    move = _joined(-(x - new_x), real.shape)  # -0 where nothing moves, which changes no bit
+    if jnp.iscomplexobj(param):
+        move = lax.complex(move[..., 0], move[..., 1])
+    return move, _stored(new, codes), sums
+
+
+def _indices(shape: Shape, first_row: Any, length: int) -> Array:
+    """The coordinates' indices in the whole parameter, modulo 2^32; `length` is that of a row."""
+    i, j, k = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+    indices: Array = (i + first_row) * length + j * shape[-1] + k
+    return indices
+
+
+def _in_blocks(codes: Codes) -> Codes:
+    cut = (
+        None if code is None else code[..., None] if name.endswith("scale") else _blocks(code)
+        for name, code in zip(codes._fields, codes, strict=True)
+    )
+    return Codes(*cut)
+
+
+def _stored(blocks: Codes, old: Codes) -> Codes:
+    """The codes as the state has them, the inverse of `_in_blocks`."""
+    stored = (
+        None if before is None else _joined(code, before.shape).astype(before.dtype)
+        for code, before in zip(blocks, old, strict=True)
+    )
+    return Codes(*stored)
