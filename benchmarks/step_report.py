@@ -29,6 +29,7 @@ class Row:
     first_step_s: float | None = None
     bytes_per_parameter: float | None = None
     peak_extra_mb: float | None = None
+    state_bytes_per_parameter: float | None = None  # allocated by the first step
     gb_per_s: float | None = None
     floor_ms: float | None = None
     percent_of_floor: float | None = None
@@ -67,7 +68,7 @@ def save(report: Report, path: Path | None) -> None:
 
 def machine(device: torch.device) -> dict[str, str]:
     on_gpu = device.type == "cuda"
-    packages = ("triton", "madgrad", "pytorch_optimizer", "torch-optimi")
+    packages = ("triton", "madgrad", "pytorch_optimizer", "torch-optimi", "flashoptim", "torchao")
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else processor(),
         "threads": str(torch.get_num_threads()),
@@ -89,15 +90,17 @@ HEADER = (
     "GB/s",
     "speed vs torch Adam fused",
     "extra peak MB",
+    "state bytes/param",
 )
 
 
 def cells(row: Row) -> tuple[str, ...]:
     if row.unavailable is not None:
         reason = row.unavailable.replace("|", "\\|")
-        return row.optimizer, f"{row.tensors:,}", f"unavailable: {reason}", *[""] * 6
+        return row.optimizer, f"{row.tensors:,}", f"unavailable: {reason}", *[""] * 7
     low, high = row.quartiles_ms
     speed, extra = row.speed_vs_adam_fused, row.peak_extra_mb
+    state = row.state_bytes_per_parameter
     return (
         row.optimizer,
         f"{row.tensors:,}",
@@ -108,6 +111,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.gb_per_s:,.4g}",
         "" if speed is None else f"{speed:.2f}×",
         "" if extra is None else f"{extra:,.1f}",
+        "" if state is None else f"{state:.3g}",
     )
 
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from workloads import ADAM_FUSED, GPU_ONLY, NAMES, Case, Contender, cases
 
 # State that is read and not written; all other state counts twice.
-READ_ONLY = ("initial_param", "x0")
+READ_ONLY = ("initial_param", "initial_code", "initial_scale", "x0")
 # 512 MiB: the largest last-level cache met so far has 260. Read, not written, as writing dirty
 # lines back would slow the step.
 SWEPT = 2**27
@@ -55,9 +55,24 @@ def bytes_per_parameter(opt: Optimizer, params: list[Tensor]) -> float:
     for param in params:
         moved += 2 * param.nbytes + param.grad.nbytes
         for name, value in opt.state[param].items():
-            if isinstance(value, Tensor) and value.shape == param.shape and name != "step":
-                moved += value.nbytes * (1 if name in READ_ONLY else 2)
+            if name != "step":
+                moved += size(value) * (1 if name in READ_ONLY else 2)
     return moved / sum(param.numel() for param in params)
+
+
+def size(value: Any) -> int:
+    """The bytes of what an optimizer keeps: a tensor, or one that is made of others."""
+    if hasattr(value, "__tensor_flatten__"):
+        return sum(size(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def allocated(device: torch.device, opt: Optimizer) -> int:
+    """Bytes of GPU memory in use; of other memory, those of the optimizer's state."""
+    if device.type == "cuda":
+        synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    return sum(size(value) for entries in opt.state.values() for value in entries.values())
 
 
 def peak_extra(work: Callable[[], Any], device: torch.device) -> float | None:
@@ -133,6 +148,7 @@ class Ready:
     feed: Callable[[int], None]
     first_step_s: float
     peak_extra_mb: float | None
+    state_bytes: float  # for a parameter
 
 
 def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
@@ -141,7 +157,9 @@ def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
     opt = contender.build(params)
     feed = gradient_feed(case, params, device, contender.graph)
     feed(0)
+    before = allocated(device, opt)
     first_step = timed(opt.step, device)
+    state_bytes = (allocated(device, opt) - before) / case.parameters
     step: Callable[[], Any] = opt.step
     if contender.graph:
         step, extra = captured(opt, device)
@@ -152,7 +170,7 @@ def ready(case: Case, contender: Contender, device: torch.device) -> Ready:
     for number in range(WARM_UP - 1):
         feed(number)
         step()
-    return Ready(opt, params, step, feed, first_step, extra)
+    return Ready(opt, params, step, feed, first_step, extra, state_bytes)
 
 
 def repeated(contestants: list[Ready], rig: Rig) -> list[list[float]]:
@@ -191,6 +209,7 @@ def measure(case: Case, contender: Contender, rig: Rig) -> dict[str, Any]:
         "first_step_s": own.first_step_s,
         "bytes_per_parameter": bytes_per_parameter(own.opt, own.params),
         "peak_extra_mb": own.peak_extra_mb,
+        "state_bytes_per_parameter": own.state_bytes,
         "adam_beside_ms": 1e3 * median(beside[0]) if beside else None,
         "other_beside_ms": 1e3 * median(beside[1]) if len(beside) > 1 else None,
     }

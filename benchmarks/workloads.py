@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 ADAM_FUSED = "torch Adam fused"
 MADGRAD_DEFAULT = "cubegrad MADGRAD"
+COMPACT = "cubegrad MADGRAD compact"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,39 @@ CONTENDERS = (
         AUTO | {"capturable": True},
         graph=True,
     ),
+    Contender(
+        COMPACT,
+        "cubegrad",
+        "MADGRAD",
+        {"fused": True, "compact": True},
+        beside="cubegrad MADGRAD fused",
+    ),
+    Contender(
+        "cubegrad MADGRAD compact, graph replay",
+        "cubegrad",
+        "MADGRAD",
+        {"fused": True, "compact": True, "capturable": True},
+        graph=True,
+    ),
+    Contender(
+        "cubegrad MADGRAD compact, lr auto",
+        "cubegrad",
+        "MADGRAD",
+        AUTO | {"compact": True},
+        beside=COMPACT,
+    ),
+    Contender(
+        "cubegrad MADGRAD compact, momentum=0",
+        "cubegrad",
+        "MADGRAD",
+        {"fused": True, "compact": True, "momentum": 0.0},
+    ),
+    Contender(
+        "cubegrad MirrorMADGRAD compact",
+        "cubegrad",
+        "MirrorMADGRAD",
+        {"fused": True, "compact": True},
+    ),
     Contender("cubegrad MADGRAD foreach", "cubegrad", "MADGRAD", {"foreach": True, "fused": False}),
     CUBEGRAD_EAGER,
     Contender("cubegrad MADGRAD momentum=0", "cubegrad", "MADGRAD", {"momentum": 0.0}),
@@ -81,6 +115,8 @@ CONTENDERS = (
     Contender("madgrad MADGRAD", "madgrad", "MADGRAD", {"lr": 1e-2}),
     Contender("pytorch_optimizer MADGRAD", "pytorch_optimizer", "MADGRAD", {"lr": 1e-2}),
     Contender("optimi Adam", "optimi", "Adam", {"lr": 1e-3}),
+    Contender("flashoptim AdamW", "flashoptim", "FlashAdamW"),
+    Contender("torchao AdamW8bit", "torchao.optim", "AdamW8bit"),
 )
 
 
@@ -107,7 +143,7 @@ def cases(name: str, on_gpu: bool, small: bool) -> list[Case]:
     without_eager = tuple(c for c in CONTENDERS if c is not CUBEGRAD_EAGER)
     if name == "one":
         elements = 2**16 if small else 2**29 if on_gpu else 2**26
-        return [Case(name, [(elements,)], contenders=without_eager)]
+        return [Case(name, [(elements // 1024, 1024)], contenders=without_eager)]
     if name in GPU_ONLY:
         shapes = gpt2(1, 64, 512, 32) if small else gpt2(36, 1280, 50257, 1024)
         dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32

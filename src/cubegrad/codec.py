@@ -193,8 +193,9 @@ def _store(
         return param, (None, None)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
-        change = (code + 0.0) * scale - offset
-        param = param - xp.where(xp.isfinite(change), change, 0.0)
+        change = code * scale - offset
+        # Not by 0, which would turn -0 into 0.
+        param = xp.where(xp.isfinite(change) & (change != 0), param - change, param)
     return param, (code, scale)
 
 

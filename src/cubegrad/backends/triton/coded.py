@@ -35,8 +35,10 @@ def _load(address, offsets, mask, dtype: tl.constexpr, FORM: tl.constexpr):
     at = base + offsets
     # Nothing is read twice, so the first-level cache is bypassed: 2 % of a step.
     if FORM == "whole":
-        return tl.load(at, cache_modifier=".cg"), at
-    return tl.load(at, mask, 0, cache_modifier=".cg"), at
+        value = tl.load(at, cache_modifier=".cg")
+    else:
+        value = tl.load(at, mask, 0, cache_modifier=".cg")
+    return value, at
 
 
 @triton.jit
