@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cubegrad import options, sharding
-from cubegrad.state import layout, state_dicts
+from cubegrad import codec, options, sharding
+from cubegrad.state import compact, layout, state_dicts
 
 Group = dict[str, Any]
 State = dict[Any, Any]
@@ -41,6 +41,7 @@ def checked(
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
         new["compact"] = group["compact"]  # the next step changes the state to this form
+        options.check(new)
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
     return Loaded(state, saved)
@@ -108,7 +109,7 @@ def _state(
     checks: state_dicts.Checks,
 ) -> dict[str, Any]:
     values = state_dicts.entries(key, values)
-    ours = {"step", *layout.all_buffers(method)}
+    ours = {"step", *layout.all_buffers(method), *layout.CODED_NAMES}
     state = {
         name: state_dicts.carried(value, param)
         for name, value in values.items()
@@ -117,13 +118,18 @@ def _state(
     if not ours & values.keys():
         return state
     held = _checked_layout(method, key, group, values)
+    if held.is_coded:
+        _check_blocks(key, param)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
     state |= held.fresh(param.detach(), layout.counts_on_device(group, fused=False))
     state["step"].copy_(step)
     for name in held.buffers:
         what = f"{name} of parameter {key!r}"
-        value = state_dicts.buffer(what, values[name], param, state[name])
+        is_code = held.is_coded and name.endswith("_code")
+        value = state_dicts.buffer(what, values[name], param, state[name], is_code)
         sharding.local(state[name]).copy_(sharding.placed(value, param))
+        if held.is_coded and not is_code:
+            checks.scales(what, sharding.local(state[name]))
     if not held.is_coded:
         squares = layout.as_real(sharding.local(state["grad_sq_sum"]))
         checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", squares)
@@ -132,15 +138,19 @@ def _state(
 
 def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any]) -> layout.Layout:
     """The layout of a parameter's saved state; refuses one that lacks a buffer."""
-    held = layout.held(method, values)
+    held = _held(method, values)
     if held is None or "step" not in values:
-        others = [other for other in layout.LAYOUTS if layout.held(other, values)]
-        remedy = f"it is {others[0]}'s, load it there" if others else FOREIGN
+        others = [other for other in layout.LAYOUTS if _held(other, values)]
+        remedy = state_dicts.WHOLE if layout.CODED_NAMES & values.keys() else FOREIGN
+        if others and others[0] != method:
+            remedy = f"it is {others[0]}'s, load it there"
         full = set(layout.full(method).buffers)
+        codes = [[*many.buffers] for many in layout.CODED_LAYOUTS[method]]
         raise ValueError(
             f"the state of parameter {key!r} is {sorted(map(str, values))}; {method} keeps "
             f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
-            f"may be missing): {remedy}"
+            f"may be missing), or step and with compact=True {' or '.join(map(str, codes))}: "
+            f"{remedy}"
         )
     lacks_start = not held.is_coded and held != layout.full(method)
     if lacks_start and layout.has_momentum(group["momentum"]):
@@ -151,6 +161,21 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
             f"{state_dicts.WHOLE}"
         )
     return held
+
+
+def _held(method: str, values: dict[str, Any]) -> layout.Layout | None:
+    """The layout that has all codes and scales among these entries."""
+    held = layout.held(method, values)
+    return None if held is None or layout.stray_codes(held, values) else held
+
+
+def _check_blocks(key: Any, param: Any) -> None:
+    if not compact.has_whole_blocks(param):
+        raise ValueError(
+            f"the state of parameter {key!r} is in codes, and its shards of placements "
+            f"{param.placements} cut through blocks of {codec.BLOCK} numbers; they must have "
+            "whole blocks: shard it by rows, or save it with compact=False"
+        )
 
 
 def lacking_initial_param(

@@ -25,17 +25,18 @@ PIECE = 2**22
 
 
 def is_coded(param: Tensor) -> bool:
-    """Whether the parameter is large enough, and of a dtype, to keep its state in codes.
+    """Whether the parameter is large enough, and of a dtype, to keep its state in codes."""
+    large = param.numel() >= LEAST_SIZE and row_length(real_shape(param)) >= LEAST_ROW
+    return param.dtype in DTYPES and large and has_whole_blocks(param)
 
-    Of a parameter that is sharded by columns, every shard must have whole blocks.
-    """
-    shape = real_shape(param)
-    if param.dtype not in DTYPES or param.numel() < LEAST_SIZE or row_length(shape) < LEAST_ROW:
-        return False
+
+def has_whole_blocks(param: Tensor) -> bool:
+    """Whether no block lies in two shards: of a parameter that is cut by columns, some may."""
     columns = sharding.cut_of_second_dimension(param)
-    if columns is None:
-        return False
-    return columns == 1 or (shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0)
+    if columns is None or columns == 1:
+        return columns is not None
+    shape = real_shape(param)
+    return shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0
 
 
 def real_shape(param: Tensor) -> Sequence[int]:
@@ -86,7 +87,7 @@ def blocks(tensor: Tensor) -> Tensor:
     lacking = -rows.shape[1] % width
     if lacking:
         rows = torch.nn.functional.pad(rows, (0, lacking))
-    return rows.view(len(rows), -1, width)
+    return rows.view(len(rows), rows.shape[1] // width, width)
 
 
 def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
