@@ -61,7 +61,7 @@ def initial_dtype(param: Tensor) -> torch.dtype:
 def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of x_0 for a real parameter."""
     dtype = initial_dtype(param)
-    scale = torch.ones(scale_shape(param.shape), device=param.device)
+    scale = torch.ones(scale_shape(param.shape), dtype=torch.float32, device=param.device)
     if dtype == param.dtype:  # exact; decoupled decay changes the scale
         return param.clone(memory_format=torch.contiguous_format), scale
     codes = torch.empty(param.shape, dtype=dtype, device=param.device)
