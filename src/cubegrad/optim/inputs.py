@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from cubegrad import options, sharding
-from cubegrad.state import layout
+from cubegrad.state import compact, layout
 
 DTYPES = frozenset(
     {
@@ -68,7 +68,8 @@ def _check_state(method: str, name: str, param: Tensor, entries: dict[str, Any])
         return
     shard = layout.as_real(sharding.local(param.detach()))
     for buffer, (shape, dtype) in zip(held.buffers, held.forms(shard), strict=True):
-        own = sharding.local(entries[buffer])
+        own = entries[buffer]
+        own = sharding.local(compact.from_bytes(own, param) if buffer == held.start else own)
         if (own.shape, own.dtype) != (shape, dtype):
             raise ValueError(
                 f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "

@@ -16,7 +16,7 @@ from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
-from cubegrad.state import conversion, layout
+from cubegrad.state import compact, conversion, layout
 from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
 
@@ -176,6 +176,9 @@ def gather(
                 optimizer._starts.add(param, state[needed.start])
         else:
             used = layout.held(method, state) or needed
+            if used.is_coded and used.start is not None and state[used.start].dtype == torch.uint8:
+                # A wrapper such as torch's ZeroRedundancyOptimizer has put a saved state there.
+                state[used.start] = compact.from_bytes(state[used.start], param)
             if not in_graph:
                 optimizer._starts.read_again(param, used, state, weight)
             if count_on_device and state["step"].device != param.device:

@@ -1,6 +1,6 @@
 """A state dict checked against the parameters it is for, before anything changes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -125,9 +125,11 @@ def _state(
     state["step"].copy_(step)
     for name in held.buffers:
         what = f"{name} of parameter {key!r}"
-        is_code = held.is_coded and name.endswith("_code")
-        value = state_dicts.buffer(what, values[name], param, state[name], is_code)
-        sharding.local(state[name]).copy_(sharding.placed(value, param))
+        is_code, place = held.is_coded and name.endswith("_code"), state[name]
+        if is_code and getattr(values[name], "dtype", None) == torch.uint8:
+            place = compact.as_bytes(place, param)
+        value = state_dicts.buffer(what, values[name], param, place, is_code)
+        sharding.local(place).copy_(sharding.placed(value, param))
         if held.is_coded and not is_code:
             checks.scales(what, sharding.local(state[name]))
     if not held.is_coded:
@@ -178,13 +180,14 @@ def _check_blocks(key: Any, param: Any) -> None:
         )
 
 
-def lacking_initial_param(
+@torch.no_grad()
+def complete(
     method: str, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
-    """The entries to save of parameters that stepped without momentum and have some now.
+) -> None:
+    """Make of torch's state dict, in place, what is saved.
 
-    Their x_0 is recovered for the state dict, as the next step would: a state dict with momentum
-    always has it.
+    Parameters that stepped without momentum and have some now get their x_0, as the next step
+    would recover it: a state dict with momentum always has it. Codes become bytes.
     """
     try:
         packed_groups, packed_state = state_dicts.parts(state_dict)
@@ -194,6 +197,11 @@ def lacking_initial_param(
         for param, key in zip(group["params"], packed["params"], strict=False):
             own, entries = state.get(param), packed_state.get(key)
             held = layout.held(method, own) if isinstance(own, dict) else None
-            lacks = held is not None and not held.is_coded and held != layout.full(method)
-            if lacks and isinstance(entries, dict) and layout.has_momentum(group["momentum"]):
-                yield param, entries, group["last_eps"]
+            if held is None or not isinstance(entries, dict):
+                continue
+            if held.is_coded and isinstance(entries.get(held.start), Tensor):
+                entries[held.start] = compact.as_bytes(entries[held.start], param)
+            lacks = not held.is_coded and held != layout.full(method)
+            if lacks and layout.has_momentum(group["momentum"]):
+                start = layout.recover_initial_param(param, state[param], group["last_eps"])
+                entries["initial_param"] = start

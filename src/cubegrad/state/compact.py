@@ -74,6 +74,26 @@ def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+def as_bytes(code: Tensor, param: Tensor) -> Tensor:
+    """The memory of x_0's int16 codes as uint8, two for each; codes of half precision as they are.
+
+    Neither NCCL nor gloo sends int16, so this is what a state dict has.
+    """
+    return code if code.dtype != torch.int16 else _viewed(code, torch.uint8, param)
+
+
+def from_bytes(code: Tensor, param: Tensor) -> Tensor:
+    """The inverse of `as_bytes`; codes are returned as they are."""
+    even = code.dtype == torch.uint8 and code.shape[-1] % 2 == 0
+    return _viewed(code, torch.int16, param) if even else code
+
+
+def _viewed(code: Tensor, dtype: torch.dtype, param: Tensor) -> Tensor:
+    last = code.shape[-1] * code.element_size() // dtype.itemsize
+    shard = sharding.local(code).contiguous().view(dtype)
+    return sharding.like(shard, param, torch.Size((*code.shape[:-1], last)))
+
+
 def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same rows of tensors with one first dimension, a bounded number at a time."""
     length = max(1, PIECE // max(1, row_length(tensors[0].shape)))
