@@ -7,7 +7,7 @@ from compact_runs import SHAPES, build, noisy_grads
 from short_runs import parameters
 from torch._dynamo.testing import CompileCounter
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MirrorMADGRAD
 
 pytestmark = [
     pytest.mark.compilation,
@@ -21,10 +21,10 @@ def _nothing_compiled():
     torch._dynamo.reset()
 
 
-def two_runs(cls, dtype=torch.float32, **options):
+def two_runs(cls, dtype=torch.float32, shapes=SHAPES, **options):
     runs = []
     for _ in range(2):
-        params = parameters(SHAPES, dtype)
+        params = parameters(shapes, dtype)
         own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         runs.append((params, build(cls, params, **own)))
     return runs
@@ -35,7 +35,7 @@ def assert_close(compiled, plain):
     (params, optimizer), (others, other) = compiled, plain
     for p, q in zip(params, others, strict=True):
         state, own = optimizer.state[p], other.state[q]
-        assert list(state) == list(own)
+        assert set(state) == set(own)
         for name in (name for name in own if name.endswith("_code")):
             apart = (state[name].float() - own[name].float()).abs()
             # bfloat16 and float16 weights that are rounded the other way
@@ -46,11 +46,18 @@ def assert_close(compiled, plain):
         assert state["step"] == own["step"]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_class
+@pytest.mark.parametrize(
+    ("cls", "dtype", "momentum"),
+    [
+        (MADGRAD, torch.float32, 0.9),
+        (MADGRAD, torch.bfloat16, 0.0),
+        (MirrorMADGRAD, torch.float16, 0.9),
+    ],
+)
 def test_a_traced_step_has_the_codes_of_an_eager_one(cls, dtype, momentum):
-    compiled, plain = two_runs(cls, dtype, lr=torch.tensor(0.05), momentum=momentum)
+    """With one parameter: the compiler takes ten seconds for each."""
+    options = {"lr": torch.tensor(0.05), "momentum": momentum}
+    compiled, plain = two_runs(cls, dtype, SHAPES[1:2], **options)
     step = torch.compile(compiled[1].step, fullgraph=True)
     for k in range(4):
         for params, _ in (compiled, plain):
