@@ -112,7 +112,12 @@ def blocks(tensor: Tensor) -> Tensor:
 
 def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     """The inverse of `blocks`."""
-    return blocks.flatten(1)[:, : row_length(shape)].reshape(shape)
+    rows, length = blocks.flatten(1), row_length(shape)
+    if torch.compiler.is_compiling() and rows.shape[1] != length:
+        # Fused with this slice, the loop that torch 2.13 compiles for a CPU ends after the last
+        # whole block; as_strided keeps it from being fused.
+        rows = rows.contiguous().as_strided((len(rows), length), (rows.shape[1], 1))
+    return rows[:, :length].reshape(shape)
 
 
 def codes_in_blocks(codes: Codes) -> Codes:
