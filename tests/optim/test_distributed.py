@@ -9,7 +9,10 @@ from filelock import FileLock
 
 pytestmark = pytest.mark.processes
 
-MODULES = ("sharded_steps", "sharded_training", "sharded_checkpoints", "sharded_auto")
+MODULES = (
+    *("sharded_steps", "sharded_training", "sharded_checkpoints", "sharded_auto"),
+    *("sharded_compact", "sharded_codes_saved"),
+)
 CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULES, world)]
 
 

@@ -54,17 +54,19 @@ def offloading(monkeypatch):
     return cpu_offload.CPUOffloadOptimizer
 
 
+@pytest.mark.parametrize("compact", [False, True])
 @each_class
-def test_inside_torchaos_offloading_optimizer(cls, offloading):
+def test_inside_torchaos_offloading_optimizer(cls, compact, offloading):
     reference, model = net(), net()
-    train(reference, cls(reference.parameters(), lr=0.01), range(8))
-    optimizer = offloading(model.parameters(), cls, minimal_size=128, lr=0.01)
+    train(reference, cls(reference.parameters(), lr=0.01, compact=compact), range(8))
+    options = {"minimal_size": 128, "compact": compact}
+    optimizer = offloading(model.parameters(), cls, lr=0.01, **options)
     train(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     inner = list(optimizer.optim_dict.values())
     assert [len(o.param_groups[0]["params"]) for o in inner] == [1, 1]  # the two matrices
     assert {t.device.type for o in inner for s in o.state.values() for t in s.values()} == {"cpu"}
-    again = offloading(model.parameters(), cls, minimal_size=128, lr=0.5)
+    again = offloading(model.parameters(), cls, lr=0.5, **options)
     again.load_state_dict(saved)
     train(model, again, range(5, 8))
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):

@@ -6,7 +6,7 @@ import importlib.metadata
 import pytest
 import torch
 from cases import each_class
-from short_runs import ones, same_bits, set_grads, tanh_net, through_pickle
+from short_runs import ones, peak_of, same_bits, set_grads, tanh_net, through_pickle
 from torch import nn
 
 import cubegrad
@@ -171,19 +171,6 @@ def test_foreach_peak_is_at_most_one_copy_of_the_parameters(cls, slice_bytes, mo
             size = sum(p.numel() * p.element_size() for p in params)
             peak = peak_of(optimizer.step)
             assert (0.2 if slice_bytes == 2**60 else 0.01) * size < peak <= size
-
-
-def peak_of(function):
-    """The most bytes of CPU memory alive at once above the level before the call."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        function()
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    level = peak = 0
-    for _, change in changes:
-        level += change
-        peak = max(peak, level)
-    return peak
 
 
 def test_the_version_is_the_distributions():

@@ -207,5 +207,5 @@ def no_change(*tensors: Tensor) -> Iterator[None]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

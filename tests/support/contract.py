@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
     "decoupled lr": {"weight_decay": 1e-3, "decoupled_lr": True},
     "capturable": {"capturable": True},
+    "compact": {"compact": True},
 }
 WITH_LR: dict[str, dict[str, Any]] = {
     "large lr": {"lr": 0.05},

@@ -63,6 +63,19 @@ def same_bits(params: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return all(cases.same_bits(p.detach(), q.detach()) for p, q in pairs)
 
 
+def peak_of(function: Callable[[], Any]) -> int:
+    """The most bytes of CPU memory alive at once above the level before the call."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    level = peak = 0
+    for _, change in changes:
+        level += change
+        peak = max(peak, level)
+    return peak
+
+
 class FusedAndEager:
     """The same parameters stepped by a fused backend and by the eager one."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cubegrad import codec
 from cubegrad.backends.batch import Batch, Row
-from cubegrad.functions import TorchFunctions
+from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.state import compact
 from cubegrad.state.layout import CodedLayout
@@ -45,7 +45,7 @@ def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> Non
         g = g / h.grad_scale.to(g).reshape(())
     old = layout.codes(buffers)
     new_x, new, sums = codec.step(
-        TorchFunctions,
+        CodedFunctions,
         h,
         k,
         codec.random_bits(step.to(torch.int32), _indices(param, first)),

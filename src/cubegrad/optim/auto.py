@@ -203,8 +203,8 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
             estimate.counts[index] = sum(map(coordinates, live + idle))
             estimate.idle[index] = idle
         for param in estimate.idle[index]:
-            own = conversion.sums(param, optimizer.state[param], h.eps)
-            _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
+            for own in conversion.sums(param, optimizer.state[param], h.eps):
+                _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
     for total, over, sums in estimate.sharded:
         total += sharding.sum_over_shards(sums, over)
     if not estimate.on_host:

@@ -17,7 +17,7 @@ from cubegrad.optim import auto, compiled, inputs
 from cubegrad.optim.auto import Estimate
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.step import step_groups
-from cubegrad.state import checkpoint, layout, state_dicts
+from cubegrad.state import checkpoint, state_dicts
 from cubegrad.state.start import Starts
 
 Group = dict[str, Any]
@@ -156,13 +156,7 @@ class BaseOptimizer(Optimizer):
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
         state_dict = state_dicts.plain(super().state_dict())
-        with torch.no_grad():
-            lacking = checkpoint.lacking_initial_param(
-                self._method, self.param_groups, self.state, state_dict
-            )
-            for param, entries, eps in lacking:
-                start = layout.recover_initial_param(param, self.state[param], eps)
-                entries["initial_param"] = start
+        checkpoint.complete(self._method, self.param_groups, self.state, state_dict)
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:

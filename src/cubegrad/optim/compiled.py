@@ -118,4 +118,5 @@ def fill_columns(
             state = optimizer.state.get(param, {})
             held = layout.held(optimizer._method, state)
             if param.grad is None and held is not None and held.is_coded is coded:
-                idle += conversion.sums(param, state, group["eps"])
+                for own in conversion.sums(param, state, group["eps"]):
+                    idle += own

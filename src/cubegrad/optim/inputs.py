@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from cubegrad import options, sharding
-from cubegrad.state import layout
+from cubegrad.state import compact, layout
 
 DTYPES = frozenset(
     {
@@ -52,8 +52,26 @@ def check_grads(method: str, group: dict[str, Any], state: dict[Tensor, Any]) ->
                 "after changing param.data"
             )
         entries = state.get(param, {})
-        if "step" in entries and layout.held(method, entries) is None:
+        if "step" in entries:
+            _check_state(method, options.name_of(group, index), param, entries)
+
+
+def _check_state(method: str, name: str, param: Tensor, entries: dict[str, Any]) -> None:
+    held = layout.held(method, entries)
+    if held is None or layout.stray_codes(held, entries):
+        raise ValueError(
+            f"the state of {name} is {sorted(map(str, entries))}, and must have "
+            f"{sorted(layout.required(method))}, or all of the codes that belong together; put "
+            "states in with load_state_dict"
+        )
+    if not held.is_coded:
+        return
+    shard = layout.as_real(sharding.local(param.detach()))
+    for buffer, (shape, dtype) in zip(held.buffers, held.forms(shard), strict=True):
+        own = entries[buffer]
+        own = sharding.local(compact.from_bytes(own, param) if buffer == held.start else own)
+        if (own.shape, own.dtype) != (shape, dtype):
             raise ValueError(
-                f"the state of {options.name_of(group, index)} is {sorted(map(str, entries))}, and "
-                f"must have {sorted(layout.required(method))}; put states in with load_state_dict"
+                f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "
+                f"{dtype} of shape {tuple(shape)}; put states in with load_state_dict"
             )

@@ -16,7 +16,8 @@ from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
-from cubegrad.state import conversion, layout
+from cubegrad.state import compact, conversion, layout
+from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
 
 if TYPE_CHECKING:
@@ -155,24 +156,19 @@ def gather(
 ) -> list[Member]:
     """The parameters that have a gradient, with their state as the step needs it.
 
-    With `alike` all keep x_0 as soon as one does.
+    With `alike` all whose state is in one form, codes or sums, keep the same buffers.
     """
     _recover_at_last_eps(optimizer, group)
     method = optimizer._method
     count_on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
-    full = layout.full(method)
-    everywhere = alike and any(
-        full.start in optimizer.state[param] or layout.needed(method, group, param) is full
-        for param in params
-    )
+    layouts = [layout.needed(method, group, param) for param in params]
+    if alike:
+        layouts = _alike(method, layouts, [optimizer.state[param] for param in params])
     in_graph = capturing()  # which would read x_0 again at every replay
     members = []
-    for param in params:
+    for param, needed in zip(params, layouts, strict=True):
         state = optimizer.state[param]
-        needed = layout.needed(method, group, param)
-        if everywhere and not needed.is_coded:
-            needed = full
         if "step" not in state:  # a wrapper may have put an entry of its own there
             state.update(needed.fresh(param, count_on_device))
             used = needed
@@ -180,18 +176,36 @@ def gather(
                 optimizer._starts.add(param, state[needed.start])
         else:
             used = layout.held(method, state) or needed
+            if used.is_coded and used.start is not None and state[used.start].dtype == torch.uint8:
+                # A wrapper such as torch's ZeroRedundancyOptimizer has put a saved state there.
+                state[used.start] = compact.from_bytes(state[used.start], param)
             if not in_graph:
                 optimizer._starts.read_again(param, used, state, weight)
             if count_on_device and state["step"].device != param.device:
                 state["step"] = state["step"].to(param.device)
-            if used.is_coded != needed.is_coded or not set(needed.buffers) <= set(used.buffers):
-                conversion.convert(param, state, needed, group["eps"])
-                used = needed
+            to = needed
+            if used.is_coded != needed.is_coded:  # x may be on its way to z, whatever is needed now
+                to = layout.full(method, needed.is_coded)
+            if not set(to.buffers) <= set(used.buffers):
+                conversion.convert(param, state, to, group["eps"])
+                optimizer._starts.renew(param, to, state)
+                used = to
         buffers = tuple(state[name] for name in used.buffers)
         row = Row(param, param.grad, state["step"], buffers)
         drops = tuple(name for name in used.buffers if name not in needed.buffers)
         members.append(Member(param, used, row, drops))
     return members
+
+
+def _alike(method: str, needed: list[Layout], states: list[dict[str, Any]]) -> list[Layout]:
+    """The layouts with every buffer, where one in that form has or gets every buffer."""
+    whole = set()
+    for mine, state in zip(needed, states, strict=True):
+        full, held = layout.full(method, mine.is_coded), layout.held(method, state)
+        if mine is full or held is full or (held and held.is_coded != mine.is_coded):
+            whole.add(full)
+    pairs = ((mine, layout.full(method, mine.is_coded)) for mine in needed)
+    return [full if full in whole else mine for mine, full in pairs]
 
 
 def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:

@@ -1,14 +1,14 @@
 """A state dict checked against the parameters it is for, before anything changes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cubegrad import options, sharding
-from cubegrad.state import layout, state_dicts
+from cubegrad import codec, options, sharding
+from cubegrad.state import compact, layout, state_dicts
 
 Group = dict[str, Any]
 State = dict[Any, Any]
@@ -41,6 +41,7 @@ def checked(
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
         new["compact"] = group["compact"]  # the next step changes the state to this form
+        options.check(new)
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])
     return Loaded(state, saved)
@@ -108,7 +109,7 @@ def _state(
     checks: state_dicts.Checks,
 ) -> dict[str, Any]:
     values = state_dicts.entries(key, values)
-    ours = {"step", *layout.all_buffers(method)}
+    ours = {"step", *layout.all_buffers(method), *layout.CODED_NAMES}
     state = {
         name: state_dicts.carried(value, param)
         for name, value in values.items()
@@ -117,13 +118,20 @@ def _state(
     if not ours & values.keys():
         return state
     held = _checked_layout(method, key, group, values)
+    if held.is_coded:
+        _check_blocks(key, param)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
     state |= held.fresh(param.detach(), layout.counts_on_device(group, fused=False))
     state["step"].copy_(step)
     for name in held.buffers:
         what = f"{name} of parameter {key!r}"
-        value = state_dicts.buffer(what, values[name], param, state[name])
-        sharding.local(state[name]).copy_(sharding.placed(value, param))
+        is_code, place = held.is_coded and name.endswith("_code"), state[name]
+        if is_code and getattr(values[name], "dtype", None) == torch.uint8:
+            place = compact.as_bytes(place, param)
+        value = state_dicts.buffer(what, values[name], param, place, is_code)
+        sharding.local(place).copy_(sharding.placed(value, param))
+        if held.is_coded and not is_code:
+            checks.scales(what, sharding.local(state[name]))
     if not held.is_coded:
         squares = layout.as_real(sharding.local(state["grad_sq_sum"]))
         checks.sum_of_squares(f"grad_sq_sum of parameter {key!r}", squares)
@@ -132,15 +140,19 @@ def _state(
 
 def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any]) -> layout.Layout:
     """The layout of a parameter's saved state; refuses one that lacks a buffer."""
-    held = layout.held(method, values)
+    held = _held(method, values)
     if held is None or "step" not in values:
-        others = [other for other in layout.LAYOUTS if layout.held(other, values)]
-        remedy = f"it is {others[0]}'s, load it there" if others else FOREIGN
+        others = [other for other in layout.LAYOUTS if _held(other, values)]
+        remedy = state_dicts.WHOLE if layout.CODED_NAMES & values.keys() else FOREIGN
+        if others and others[0] != method:
+            remedy = f"it is {others[0]}'s, load it there"
         full = set(layout.full(method).buffers)
+        codes = [[*many.buffers] for many in layout.CODED_LAYOUTS[method]]
         raise ValueError(
             f"the state of parameter {key!r} is {sorted(map(str, values))}; {method} keeps "
             f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
-            f"may be missing): {remedy}"
+            f"may be missing), or step and with compact=True {' or '.join(map(str, codes))}: "
+            f"{remedy}"
         )
     lacks_start = not held.is_coded and held != layout.full(method)
     if lacks_start and layout.has_momentum(group["momentum"]):
@@ -153,13 +165,29 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
     return held
 
 
-def lacking_initial_param(
-    method: str, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any], float]]:
-    """The entries to save of parameters that stepped without momentum and have some now.
+def _held(method: str, values: dict[str, Any]) -> layout.Layout | None:
+    """The layout that has all codes and scales among these entries."""
+    held = layout.held(method, values)
+    return None if held is None or layout.stray_codes(held, values) else held
 
-    Their x_0 is recovered for the state dict, as the next step would: a state dict with momentum
-    always has it.
+
+def _check_blocks(key: Any, param: Any) -> None:
+    if not compact.has_whole_blocks(param):
+        raise ValueError(
+            f"the state of parameter {key!r} is in codes, and its shards of placements "
+            f"{param.placements} cut through blocks of {codec.BLOCK} numbers; they must have "
+            "whole blocks: shard it by rows, or save it with compact=False"
+        )
+
+
+@torch.no_grad()
+def complete(
+    method: str, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
+) -> None:
+    """Make of torch's state dict, in place, what is saved.
+
+    Parameters that stepped without momentum and have some now get their x_0, as the next step
+    would recover it: a state dict with momentum always has it. Codes become bytes.
     """
     try:
         packed_groups, packed_state = state_dicts.parts(state_dict)
@@ -169,6 +197,11 @@ def lacking_initial_param(
         for param, key in zip(group["params"], packed["params"], strict=False):
             own, entries = state.get(param), packed_state.get(key)
             held = layout.held(method, own) if isinstance(own, dict) else None
-            lacks = held is not None and not held.is_coded and held != layout.full(method)
-            if lacks and isinstance(entries, dict) and layout.has_momentum(group["momentum"]):
-                yield param, entries, group["last_eps"]
+            if held is None or not isinstance(entries, dict):
+                continue
+            if held.is_coded and isinstance(entries.get(held.start), Tensor):
+                entries[held.start] = compact.as_bytes(entries[held.start], param)
+            lacks = not held.is_coded and held != layout.full(method)
+            if lacks and layout.has_momentum(group["momentum"]):
+                start = layout.recover_initial_param(param, state[param], group["last_eps"])
+                entries["initial_param"] = start

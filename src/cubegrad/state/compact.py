@@ -21,17 +21,18 @@ PIECE = 2**22
 
 
 def is_coded(param: Tensor) -> bool:
-    """Whether the parameter is large enough, and of a dtype, to keep its state in codes.
+    """Whether the parameter is large enough, and of a dtype, to keep its state in codes."""
+    large = param.numel() >= LEAST_SIZE and row_length(real_shape(param)) >= LEAST_ROW
+    return param.dtype in DTYPES and large and has_whole_blocks(param)
 
-    Of a parameter that is sharded by columns, every shard must have whole blocks.
-    """
-    shape = real_shape(param)
-    if param.dtype not in DTYPES or param.numel() < LEAST_SIZE or row_length(shape) < LEAST_ROW:
-        return False
+
+def has_whole_blocks(param: Tensor) -> bool:
+    """Whether no block lies in two shards: of a parameter that is cut by columns, some may."""
     columns = sharding.cut_of_second_dimension(param)
-    if columns is None:
-        return False
-    return columns == 1 or (shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0)
+    if columns is None or columns == 1:
+        return columns is not None
+    shape = real_shape(param)
+    return shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0
 
 
 def real_shape(param: Tensor) -> Sequence[int]:
@@ -56,7 +57,7 @@ def initial_dtype(param: Tensor) -> torch.dtype:
 def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of x_0 for a real parameter."""
     dtype = initial_dtype(param)
-    scale = torch.ones(scale_shape(param.shape), device=param.device)
+    scale = torch.ones(scale_shape(param.shape), dtype=torch.float32, device=param.device)
     if dtype == param.dtype:  # exact; decoupled decay changes the scale
         return param.clone(memory_format=torch.contiguous_format), scale
     codes = torch.empty(param.shape, dtype=dtype, device=param.device)
@@ -67,6 +68,26 @@ def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
         code.copy_(joined(code_blocks, x.shape))
         own_scale.copy_(scales.squeeze(-1))
     return codes, scale
+
+
+def as_bytes(code: Tensor, param: Tensor) -> Tensor:
+    """The memory of x_0's int16 codes as uint8, two for each; codes of half precision as they are.
+
+    Neither NCCL nor gloo sends int16, so this is what a state dict has.
+    """
+    return code if code.dtype != torch.int16 else _viewed(code, torch.uint8, param)
+
+
+def from_bytes(code: Tensor, param: Tensor) -> Tensor:
+    """The inverse of `as_bytes`; codes are returned as they are."""
+    even = code.dtype == torch.uint8 and code.shape[-1] % 2 == 0
+    return _viewed(code, torch.int16, param) if even else code
+
+
+def _viewed(code: Tensor, dtype: torch.dtype, param: Tensor) -> Tensor:
+    last = code.shape[-1] * code.element_size() // dtype.itemsize
+    shard = sharding.local(code).contiguous().view(dtype)
+    return sharding.like(shard, param, torch.Size((*code.shape[:-1], last)))
 
 
 def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -82,12 +103,17 @@ def blocks(tensor: Tensor) -> Tensor:
     lacking = -rows.shape[1] % width
     if lacking:
         rows = torch.nn.functional.pad(rows, (0, lacking))
-    return rows.view(len(rows), -1, width)
+    return rows.view(len(rows), rows.shape[1] // width, width)
 
 
 def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     """The inverse of `blocks`."""
-    return blocks.flatten(1)[:, : row_length(shape)].reshape(shape)
+    rows, length = blocks.flatten(1), row_length(shape)
+    if torch.compiler.is_compiling() and rows.shape[1] != length:
+        # Fused with this slice, the loop that torch 2.13 compiles for a CPU ends after the last
+        # whole block; as_strided keeps it from being fused.
+        rows = rows.contiguous().as_strided((len(rows), length), (rows.shape[1], 1))
+    return rows[:, :length].reshape(shape)
 
 
 def codes_in_blocks(codes: Codes) -> Codes:

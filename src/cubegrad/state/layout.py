@@ -5,7 +5,7 @@ which one starts as a copy of the parameter. Other rooms pass it along with the 
 so another form of the state is another layout.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,13 +89,19 @@ class CodedLayout(Layout):
         return [(param.shape, dtypes[name]) if name in dtypes else scale for name in self.buffers]
 
     def fresh(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
-        shard = as_real(sharding.local(param.detach()))
         state = {"step": counter(param, count_on_device), **self.started(param)}
-        for name, (shape, dtype) in zip(self.buffers, self.forms(shard), strict=True):
-            if name not in state:
-                zeros = torch.zeros(shape, dtype=dtype, device=shard.device)
-                state[name] = self._placed(name, zeros, param)
+        state |= self.zeros(param, set(self.buffers) - set(state))
         return {name: state[name] for name in ("step", *self.buffers)}
+
+    def zeros(self, param: Tensor, names: Container[str]) -> dict[str, Tensor]:
+        """Some of the buffers, placed as their parameter is."""
+        shard = as_real(sharding.local(param.detach()))
+        forms = zip(self.buffers, self.forms(shard), strict=True)
+        return {
+            name: self._placed(name, torch.zeros(shape, dtype=dtype, device=shard.device), param)
+            for name, (shape, dtype) in forms
+            if name in names
+        }
 
     def started(self, param: Tensor) -> dict[str, Tensor]:
         if self.start is None:
@@ -141,10 +147,12 @@ CODED_LAYOUTS = {
     "mirror_madgrad": (CODED_MIRROR, CODED_MIRROR_WITHOUT_MOMENTUM),
 }
 
+CODED_NAMES = frozenset(name for many in CODED_LAYOUTS.values() for name in many[0].buffers)
 
-def full(method: str) -> Layout:
-    """The layout with every buffer that the method may keep, other than codes."""
-    return LAYOUTS[method][0]
+
+def full(method: str, coded: bool = False) -> Layout:
+    """The layout with every buffer that the method may keep, in codes or not."""
+    return (CODED_LAYOUTS if coded else LAYOUTS)[method][0]
 
 
 def required(method: str) -> frozenset[str]:
@@ -156,6 +164,11 @@ def all_buffers(method: str) -> frozenset[str]:
     """The names of every buffer that the method keeps in some layout."""
     layouts = (*LAYOUTS[method], *CODED_LAYOUTS[method])
     return frozenset(name for layout in layouts for name in layout.buffers)
+
+
+def stray_codes(held: Layout, entries: Iterable[str]) -> frozenset[str]:
+    """Names of codes and scales among the entries that this layout does not have."""
+    return CODED_NAMES & set(entries) - set(held.buffers)
 
 
 def has_momentum(momentum: float | Tensor) -> bool:

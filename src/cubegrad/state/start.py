@@ -89,6 +89,11 @@ class Starts:
         if weight is Weight.NONE:
             self.add(param, entries[held.start])
 
+    def renew(self, param: Tensor, held: Layout, entries: dict[str, Any]) -> None:
+        """Follow the start of an open parameter whose state has changed its form."""
+        if self.open.pop(param, None) is not None and held.start is not None:
+            self.add(param, entries[held.start])
+
     def finish_step(self, params: Iterable[Tensor]) -> None:
         """Note how a step left the parameters that are open."""
         if self.open:

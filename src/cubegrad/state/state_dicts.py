@@ -135,18 +135,21 @@ def number(what: str, value: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         raise ValueError(f"{what} is {value!r}; it must be one number: {WHOLE}") from error
 
 
-def buffer(what: str, value: Any, param: Tensor, place: Tensor) -> Tensor:
-    """The value itself, checked to be a tensor that fits the place where it will be kept."""
+def buffer(what: str, value: Any, param: Tensor, place: Tensor, is_code: bool = False) -> Tensor:
+    """The value itself, checked to be a tensor that fits the place where it will be kept.
+
+    A code must have the dtype of its place; others are converted to it.
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is of type {type(value).__name__}, not a tensor; {WHOLE}")
     if value.layout != torch.strided:
         raise ValueError(f"{what} has layout {value.layout}; it must be dense: use to_dense()")
     if value.is_meta and not param.is_meta:
         raise ValueError(f"{what} is on the meta device and has no values; load them from a file")
-    is_code = not place.is_floating_point() and not place.is_complex()
     if is_code and value.dtype != place.dtype:
         raise ValueError(
-            f"{what} is {value.dtype}; it is a code and must be {place.dtype}: {WHOLE}"
+            f"{what} is {value.dtype}; codes for a parameter of {param.dtype} must be "
+            f"{place.dtype}: {WHOLE}, over parameters of the dtype they were saved with"
         )
     if value.shape != place.shape or value.is_complex() != place.is_complex():
         raise ValueError(
@@ -194,6 +197,17 @@ class Checks:
                 "dict of FSDP1 with use_orig_params=True; save a sharded one, or use FSDP2"
             )
             self.add(smallest, f"the smallest value of {what}", lambda v: not v < 0, limit)
+
+    def scales(self, what: str, values: Tensor) -> None:
+        """Of codes; non-finite numbers are kept out of them."""
+        if values.numel():
+            for kind, number in zip(("smallest", "largest"), torch.aminmax(values), strict=True):
+                self.add(
+                    number,
+                    f"the {kind} value of {what}",
+                    lambda scale: 0 <= scale < float("inf"),
+                    f"finite and >= 0; {WHOLE}",
+                )
 
     def run(self) -> None:
         for pairs in self.numbers.values():
