@@ -93,9 +93,7 @@ def check_equal_steps(method, params, twins, options, steps=3):
         assert half or largest <= 1
         for param, twin in zip(params, twins, strict=True):
             for name, value in eager.state[param].items():
-                if name == "step" or name.startswith("initial"):
-                    assert torch.equal(value, fused.state[twin][name])
-                elif name == "root_scale":
+                if name == "step" or name.startswith("initial") or name == "root_scale":
                     assert torch.equal(value, fused.state[twin][name])
             apart = (param - twin).abs() > (0 if half else 1e-6)
             assert apart.sum() <= 2 + param.numel() * ROUNDED_APART[param.dtype]
