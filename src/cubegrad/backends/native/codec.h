@@ -8,21 +8,19 @@ TARGET INLINE uint32_t NAME(mixed)(uint32_t x)
     return x ^ x >> 16;
 }
 
-/* ∛x for x ≥ 0, finite, within 2^-22 of it. A root is stored with 4 bits, so that this is enough,
-   and it takes 16 instructions where `cbrt` takes 25. With a guess p of 1/∛x and lack = 1 - x p³,
-   ∛x is x p² (1 - lack)^{-2/3}; the polynomial is that power for |lack| < 0.1022. */
+/* ∛x within 2^-22 of it, for x = 0 and normal numbers. A root is stored with 4 bits, so that this is
+   enough, and it takes 13 instructions where `cbrt` takes 25. With a guess p of 1/∛x and
+   lack = 1 - x p³, ∛x is x p² (1 - lack)^{-2/3}; the polynomial is that power for |lack| < 0.1022. */
 TARGET INLINE float NAME(short_cbrt)(float x)
 {
-    float y = x < FLT_MIN ? x * 0x1p24f : x; /* a subnormal number has no exponent to guess by */
-    float guess = NAME(fused)((float)(int32_t)bits_of(y), -1 / 3.0f, 1419900000.0f);
+    float guess = NAME(fused)((float)(int32_t)bits_of(x), -1 / 3.0f, 1419900000.0f);
     float p = single_of((uint32_t)(int32_t)guess);
-    float a = p * y * p, lack = NAME(fused)(-a, p, 1);
+    float a = p * x * p, lack = NAME(fused)(-a, p, 1);
     float q = NAME(fused)(lack, 0.42887821f, 0.45852091f);
     q = NAME(fused)(lack, q, 0.4937995f);
     q = NAME(fused)(lack, q, 0.55553666f);
     q = NAME(fused)(lack, q, 0.66666669f);
-    float root = NAME(fused)(a * lack, q, a);
-    return x < FLT_MIN ? root * 0x1p-8f : root;
+    return NAME(fused)(a * lack, q, a);
 }
 
 /* Adding and subtracting it rounds to an integer, to even between two. In between the integer is in

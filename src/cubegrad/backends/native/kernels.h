@@ -248,7 +248,7 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
 }
 
 #if !WIDE
-#include "coded.h"
+#include "blocks.h"
 #endif
 
 #undef LOSS
