@@ -151,11 +151,17 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         g.kind = job->grad;
         g.row = (char *)job->grads[index] + start * WIDTH[job->grad];
         float_at *param = NAME(read)(&x, b.x, b.raw), *grad = NAME(read)(&g, b.g, b.raw);
-        NAME(decode)(&b, row, job->param, q, at, n, wide);
+        if (n == BLOCK)
+            NAME(decode)(&b, row, job->param, q, at, BLOCK, BLOCK);
+        else
+            NAME(decode)(&b, row, job->param, q, at, n, wide);
         step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
         if (param == b.x)
             NAME(write)(&x, b.x, b.raw);
-        NAME(encode)(&b, row, h.shrink, q, at, n, wide);
+        if (n == BLOCK)
+            NAME(encode)(&b, row, h.shrink, q, at, BLOCK, BLOCK);
+        else
+            NAME(encode)(&b, row, h.shrink, q, at, n, wide);
         if (sums && (q + 1 == end || (q - begin) % (FOLD / BLOCK) == FOLD / BLOCK - 1))
             NAME(fold)(&lanes, sums);
     }
