@@ -44,7 +44,7 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
         grads[i] = made[i][4] + 1;
         starts[i + 1] = starts[i] + SIZES[i];
     }
-    struct job job = {rows, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
+    struct job job = {rows, NULL, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
                       method, param, grad, state, level, summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
     if (summing) { /* x_0 - x_k is 0, or s / (∛ν + ε) */
@@ -64,6 +64,63 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
     return wrong;
 }
 
+/* The same for states in codes: rows of a block and of several, whole and not, channels last. */
+static const int64_t LENGTHS[] = {64, 147, 256, 300, 576}, SPACINGS[] = {1, 7, 1, 6, 9};
+enum { CODED_ROWS = sizeof LENGTHS / sizeof *LENGTHS, EACH = 150 };
+
+static int check_codes(enum method method, int with_offset, enum kind param, enum kind grad,
+                       enum level level, double shrink, int threads, int apart)
+{
+    struct coded_row rows[CODED_ROWS];
+    int64_t starts[CODED_ROWS + 1] = {0};
+    char *made[CODED_ROWS][8];
+    const void *grads[CODED_ROWS];
+    float steps[CODED_ROWS] = {0};
+    double sums[SUMS] = {0};
+    int wrong = 0, summing = method == MADGRAD && apart;
+    for (int i = 0; i < CODED_ROWS; i++) {
+        int64_t size = EACH * LENGTHS[i], blocks = EACH * ((LENGTHS[i] + 255) / 256);
+        made[i][0] = ones(size, param);
+        made[i][1] = ones(size, grad);
+        made[i][2] = calloc((size_t)size, 1);
+        made[i][3] = calloc((size_t)size, 1);
+        made[i][4] = ones(size, param < SINGLE ? param : HALF); /* any int16 */
+        for (int j = 5; j < 8; j++)
+            made[i][j] = ones(blocks, SINGLE);
+        int initial = method == MADGRAD;
+        rows[i] = (struct coded_row){
+            made[i][0] + 1,
+            with_offset ? (int8_t *)made[i][2] : NULL,
+            with_offset ? made[i][5] + 1 : NULL,
+            (uint8_t *)made[i][3],
+            made[i][6] + 1,
+            initial ? made[i][4] + 1 : NULL,
+            initial ? made[i][7] + 1 : NULL,
+            &steps[i],
+            blocks,
+            LENGTHS[i],
+            i,
+            apart ? SPACINGS[i] : 1,
+        };
+        grads[i] = made[i][1] + 1;
+        starts[i + 1] = starts[i] + blocks;
+    }
+    struct job job = {NULL, rows, starts, grads, CODED_ROWS,
+                      {0.1, with_offset ? 0.9 : 0, shrink, 1e-6, 0, 1},
+                      method, param, grad, CODES, level, summing ? sums : NULL};
+    wrong += run_job(&job, NULL, threads) != 0;
+    for (int i = 0; i < CODED_ROWS; i++)
+        for (int64_t k = 1; param == SINGLE && k < EACH * LENGTHS[i]; k++)
+            wrong += memcmp(made[i][0] + 1, made[i][0] + 1 + k * 4, 4) != 0;
+    wrong += run_job(&job, NULL, threads) != 0;
+    for (int i = 0; i < CODED_ROWS; i++) {
+        wrong += steps[i] != 2;
+        for (int j = 0; j < 8; j++)
+            free(made[i][j]);
+    }
+    return wrong;
+}
+
 int main(void)
 {
     int wrong = 0;
@@ -73,6 +130,12 @@ int main(void)
                 for (int form = 0; form < 5; form++)
                     wrong += check(form == 4 ? MIRROR_MADGRAD : MADGRAD, form < 2, param, grad,
                                    level, grad == HALF ? 0.5 : 1, 1 + form, form % 2);
+    for (int level = 0; level <= (int)best_level(); level++)
+        for (int param = HALF; param <= SINGLE; param++)
+            for (int grad = HALF; grad <= DOUBLE; grad++)
+                for (int form = 0; form < 8; form++)
+                    wrong += check_codes(form & 1, form >> 1 & 1, param, grad, level,
+                                         grad == HALF ? 0.5 : 1, 1 + form, form >> 2);
     const float special[] = {0, -0.0f, INFINITY, NAN, 1e-45f, 3e38f};
     float roots[6];
     for (int level = 0; level <= (int)best_level(); level++)

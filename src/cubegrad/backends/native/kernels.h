@@ -48,7 +48,7 @@ TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *
 /* Of gradient, parameter and state, what the step starts from. PLAIN: without decay, maximize or
    a GradScaler, which spares a tenth of the instructions. */
 #define LOSS(g) (plain ? (g) : (g) * h.sign)
-#define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (p) * h.decay)
+#define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (h.decay != 0 ? (p) * h.decay : 0))
 #define SHRUNK(x) (plain ? (x) : (x) * h.shrink)
 
 TARGET INLINE void NAME(madgrad)(int plain, struct NAME(constants) h, int64_t n,
@@ -162,10 +162,9 @@ TARGET static void NAME(load)(REAL *restrict to, const char *restrict from, enum
         for (int64_t i = 0; i < n; i++)
             to[i] = (REAL)singles[i];
         break;
-    case DOUBLE:
+    default:
         for (int64_t i = 0; i < n; i++)
             to[i] = (REAL)doubles[i];
-        break;
     }
 }
 
@@ -177,14 +176,10 @@ TARGET static void NAME(store)(char *restrict to, const REAL *restrict from, enu
         halves[i] = kind == HALF ? to_half((float)from[i]) : to_bfloat16((float)from[i]);
 }
 
-/* Elements begin..end of one tensor. */
-TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end,
-                                  struct lanes *sums)
+TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, double k)
 {
-    const struct row *row = &job->rows[index];
     const struct numbers *n = &job->numbers;
-    double k = *row->step;
-    struct NAME(constants) h = {
+    return (struct NAME(constants)){
         .c = (REAL)(1 - n->momentum),
         .shrink = (REAL)n->shrink,
         .eps = (REAL)n->eps,
@@ -193,6 +188,14 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
         .weight = (REAL)(n->lr * (job->method == MADGRAD ? sqrt(k + 1) : cbrt(k + 1))),
         .fade = (REAL)sqrt(k / (k + 1)),
     };
+}
+
+/* Elements begin..end of one tensor. */
+TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end,
+                                  struct lanes *sums)
+{
+    const struct row *row = &job->rows[index];
+    struct NAME(constants) h = NAME(constants_of)(job, *row->step);
     int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
     REAL x[CHUNK], g[CHUNK];
     struct NAME(lanes) lanes = {0};
@@ -243,6 +246,10 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
     for (int64_t i = 0; i < count; i++)
         to[i] = NAME(cbrt)(from[i]);
 }
+
+#if !WIDE
+#include "blocks.h"
+#endif
 
 #undef LOSS
 #undef EFFECTIVE

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cubegrad.backends import coded, fused
+from cubegrad.backends import fused
 from cubegrad.backends.batch import Batch
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
@@ -19,6 +19,7 @@ NAME = "cpu"
 FUSED = True
 METHODS = {"madgrad": 0, "mirror_madgrad": 1}
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+CODES = 4  # the kind of a state in codes
 LEVELS = ("baseline", "avx2", "avx512")
 LEVEL = tensors.native.BEST_LEVEL  # of the instructions this machine has
 NUMBERS = struct.Struct("6d").pack
@@ -32,13 +33,14 @@ class Launch:
 
     def __init__(self, batch: Batch) -> None:
         self.alive = fused.without_grads(batch)  # the tables hold their addresses
-        rows = fused.addresses(batch)
+        is_coded = batch.layout.is_coded
+        rows = fused.coded_addresses(batch) if is_coded else fused.addresses(batch)
         self.rows = array("q", chain.from_iterable(rows)).tobytes()
-        sizes = (row[-1] for row in rows)
+        sizes = (row[8] if is_coded else row[-1] for row in rows)  # blocks, or elements
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
         param, grad, _, buffers, _ = batch.rows[0]
-        dtypes = (param.dtype, grad.dtype, buffers[0].dtype)
-        self.kinds = (METHODS[batch.layout.method], *(KINDS[dtype] for dtype in dtypes))
+        state = CODES if is_coded else KINDS[buffers[0].dtype]
+        self.kinds = (METHODS[batch.layout.method], KINDS[param.dtype], KINDS[grad.dtype], state)
 
     def table(self, grads: bytes) -> tuple[bytes, bool]:
         return grads, True
@@ -69,7 +71,4 @@ checked = fused.checked
 
 
 def step(batch: Batch, h: Hyper) -> Any:
-    if batch.layout.is_coded:
-        coded.step(batch, h)
-        return None
     return fused.step(Launch, batch, h)

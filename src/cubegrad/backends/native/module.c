@@ -54,14 +54,16 @@ static PyObject *step(PyObject *self, PyObject *args)
                           &param, &grad, &state, &level, &threads, &sums))
         return NULL;
     int64_t count = grads.len / (int64_t)sizeof(void *);
-    int sound = count > 0 && rows.len == count * (int64_t)sizeof(struct row) &&
+    int64_t row_size = state == CODES ? sizeof(struct coded_row) : sizeof(struct row);
+    int sound = count > 0 && rows.len == count * row_size &&
                 starts.len == (count + 1) * (int64_t)sizeof(int64_t) &&
                 numbers.len == sizeof(struct numbers) && (unsigned)method <= MIRROR_MADGRAD &&
                 (unsigned)param <= DOUBLE && (unsigned)grad <= DOUBLE &&
-                (state == SINGLE || state == DOUBLE) && (param == state || param < SINGLE) &&
+                state >= SINGLE && state <= CODES &&
+                (param == (state == CODES ? SINGLE : state) || param < SINGLE) &&
                 level >= 0 && level <= (int)best_level() && (sums == 0 || method == MADGRAD);
     if (sound) {
-        struct job job = {rows.buf, starts.buf, grads.buf, count, .method = method,
+        struct job job = {rows.buf, rows.buf, starts.buf, grads.buf, count, .method = method,
                           .param = param, .grad = grad, .state = state, .level = level,
                           .sums = (double *)(uintptr_t)sums};
         memcpy(&job.numbers, numbers.buf, sizeof job.numbers);

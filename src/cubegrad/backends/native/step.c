@@ -20,8 +20,14 @@
    instructions more to a vector's forty: a tenth of a step in the cache. */
 #define LANES 16
 #define FOLD 1024
+/* As in codec.py: numbers that share a scale, at most, the bits that a root loses, and what lies
+   between the smallest root of a block and the largest. */
+#define BLOCK 256
+#define CUT 19
+#define BINADES (15 << 23)
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));
+typedef int16_t short_at __attribute__((aligned(1), may_alias));
 typedef float float_at __attribute__((aligned(1), may_alias));
 typedef double double_at __attribute__((aligned(1), may_alias));
 
@@ -87,6 +93,7 @@ typedef void row_function(const struct job *, int64_t, int64_t, int64_t, struct 
 static row_function *const STEP_ROW[][LEVELS] = {
     [SINGLE] = AT_EACH_LEVEL(step_row_float),
     [DOUBLE] = AT_EACH_LEVEL(step_row_double),
+    [CODES] = AT_EACH_LEVEL(step_blocks_float),
 };
 
 /* The row in which an element of the sequence lies: the last one that starts at or before it. */
@@ -190,11 +197,12 @@ static void work_in_own_threads(struct work *work)
 
 /* The pieces depend only on the number of elements, so that the sums do too. They are smaller in a
    small step, so that all threads end together. Allocates the sums of each piece. */
-static int cut_for_sums(struct work *work)
+static int cut_for_sums(struct work *work, int64_t each)
 {
-    int64_t fair = work->total / 64 / CHUNK * CHUNK;
-    fair = fair < PIECE / 4 ? PIECE / 4 : fair;
-    work->piece = fair < PIECE && work->total > GRAIN ? fair : PIECE;
+    int64_t chunk = CHUNK / each > 1 ? CHUNK / each : 1;
+    int64_t fair = work->total / 64 / chunk * chunk, least = PIECE / each / 4;
+    fair = fair < least ? least : fair;
+    work->piece = fair < work->piece && work->total > GRAIN / each ? fair : work->piece;
     work->length = (work->length + work->piece - 1) / work->piece * work->piece;
     work->pieces = (work->total + work->piece - 1) / work->piece;
     work->sums = malloc((size_t)(work->pieces + 1) * sizeof *work->sums);
@@ -211,13 +219,15 @@ static void add_sums(const struct work *work, double *sums)
 
 int run_job(struct job *job, parallel_function *parallel, int threads)
 {
-    struct work work = {.job = job, .piece = PIECE, .total = job->starts[job->count]};
-    int64_t useful = (work.total + GRAIN - 1) / GRAIN;
+    int64_t each = job->state == CODES ? BLOCK : 1; /* elements in one of what is counted */
+    int64_t grain = GRAIN / each;
+    struct work work = {.job = job, .piece = PIECE / each, .total = job->starts[job->count]};
+    int64_t useful = (work.total + grain - 1) / grain;
     work.workers = threads < useful ? threads : useful;
     work.workers = work.workers < MOST_THREADS ? work.workers : MOST_THREADS;
     work.workers = work.workers < 1 ? 1 : work.workers;
     work.length = (work.total + work.workers - 1) / work.workers;
-    if (job->sums != NULL && cut_for_sums(&work) != 0)
+    if (job->sums != NULL && cut_for_sums(&work, each) != 0)
         return -1;
     for (int64_t share = 0; share < work.workers; share++)
         atomic_init(&work.next[share], share * work.length);
@@ -228,7 +238,7 @@ int run_job(struct job *job, parallel_function *parallel, int threads)
     else if (parallel == NULL || parallel(0, work.workers, 1, work_range, &work) != 0)
         work_in_own_threads(&work);
     for (int64_t row = 0; row < job->count; row++)
-        *job->rows[row].step += 1;
+        *(job->state == CODES ? job->coded_rows[row].step : job->rows[row].step) += 1;
     if (job->sums != NULL)
         add_sums(&work, job->sums);
     free(work.sums);

@@ -5,7 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum kind { HALF, BFLOAT16, SINGLE, DOUBLE };
+/* CODES only of a state: with parameters of half or single precision. */
+enum kind { HALF, BFLOAT16, SINGLE, DOUBLE, CODES };
 enum method { MADGRAD, MIRROR_MADGRAD };
 /* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of distance.step_sums. */
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
@@ -19,6 +20,18 @@ struct row {
     int64_t size;
 };
 
+/* The addresses of a tensor and its codes, as fused.coded_addresses lists them; those of codes that
+   are not kept are NULL. Of half-precision parameters `initial` has their own kind, else int16. */
+struct coded_row {
+    void *param;
+    int8_t *offset;
+    void *offset_scale;
+    uint8_t *root;
+    void *root_scale, *initial, *initial_scale;
+    float *step;
+    int64_t blocks, length, first, spacing;
+};
+
 /* The numbers of one step, the same for every tensor. */
 struct numbers {
     double lr, momentum, shrink, eps, weight_decay, sign;
@@ -26,7 +39,10 @@ struct numbers {
 
 struct job {
     const struct row *rows;
-    const int64_t *starts; /* of each row in the sequence of all elements, and the end of the last */
+    const struct coded_row *coded_rows; /* instead of `rows`, if the state is CODES */
+    /* Of each row in the sequence of all elements, or of all blocks of codes, and the end of the
+       last. */
+    const int64_t *starts;
     const void *const *grads;
     int64_t count;
     struct numbers numbers;

@@ -1,0 +1,135 @@
+"""Batches whose state is in codes, and how much two backends differ on them."""
+
+import cases
+import torch
+
+from cubegrad import codec
+from cubegrad.backends import eager
+from cubegrad.backends.batch import Batch, Row
+from cubegrad.options import Hyper
+from cubegrad.state import compact
+from cubegrad.state.layout import CODED_LAYOUTS
+
+METHODS = ("madgrad", "mirror_madgrad")
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALVES)
+GRAD_DTYPES = (*DTYPES, torch.float64)
+# Rows of one block and several, of whole vectors and not, with a short last block and not.
+SHAPES = ((640, 64), (300, 147), (160, 256), (140, 300), (70, 576), (40, 16, 33, 2), (9, 4608))
+PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, maximize=False)
+HYPERS = {
+    "plain": PLAIN,
+    "no-momentum": PLAIN._replace(momentum=0.0),
+    "eps0": PLAIN._replace(eps=0.0),
+    "l2-maximize": PLAIN._replace(weight_decay=0.1, maximize=True),
+    "shrink": PLAIN._replace(shrink=0.75),
+    "scaled": PLAIN._replace(grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0)),
+}
+
+
+def fresh(method, h, dtype, shapes=SHAPES, place=torch.clone):
+    """A batch before its first step."""
+    layout = CODED_LAYOUTS[method][0 if h.momentum else -1]
+    rows = []
+    for seed, shape in enumerate(shapes):
+        param = place(cases.randn(shape, torch.float32, seed).mul(0.1).to(dtype))
+        state = layout.fresh(param, count_on_device=False)
+        buffers = tuple(map(state.get, layout.buffers))
+        rows.append(Row(param, torch.empty(0), state["step"], buffers, 2**32 - 1000 + seed))
+    return Batch(layout, rows)
+
+
+def with_gradients(batch, k, dtype, place=torch.clone):
+    def grad(param, seed):
+        values = cases.randn(tuple(param.shape), torch.float32, 1000 * k + seed)
+        values[::3, :5] = 0.0  # a coordinate may have no gradient yet
+        return place((0.1 * values).to(dtype))
+
+    rows = [row._replace(grad=grad(row.param, seed)) for seed, row in enumerate(batch.rows)]
+    return batch._replace(rows=rows)
+
+
+def middle(method, h, dtype, grad_dtype=torch.float32, **kinds):
+    """A batch after a few steps, with the gradients of the next one."""
+    batch = fresh(method, h, dtype, **kinds)
+    for k in range(3):
+        eager.step(with_gradients(batch, k, grad_dtype), h)
+    return with_gradients(batch, 3, grad_dtype)
+
+
+def copied(batch):
+    rows = [
+        Row(*(t.clone() for t in row[:3]), tuple(t.clone() for t in row.buffers), row.first_index)
+        for row in batch.rows
+    ]
+    return batch._replace(rows=rows)
+
+
+def tensors_of(batch):
+    return [tensor for row in batch.rows for tensor in (row.param, row.step, *row.buffers)]
+
+
+def same(a, b):
+    return all(
+        cases.same_bits(s, t) if s.is_floating_point() else torch.equal(s, t)
+        for s, t in zip(tensors_of(a), tensors_of(b), strict=True)
+    )
+
+
+def codes_of(batch, row):
+    return batch.layout.codes(row.buffers)
+
+
+def sizes(codes, shape):
+    """Codes of roots counted from one zero for all blocks; a scale may differ by a factor of 2."""
+    binades = torch.log2(codes.root_scale.clamp(min=2.0**-126)).int()
+    return codes.root.int() + 16 * compact.joined(
+        binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, compact.row_length(shape))), shape
+    )
+
+
+# How often a parameter may be rounded to the other neighbour: its last place is 2^13 or 2^16 last
+# places of the float32 before, of which the cube root may be wrong by a few.
+ROUNDED_APART = {torch.float16: 1e-3, torch.bfloat16: 1e-4}
+
+
+class Differences:
+    """How much two backends differ after single steps from the same state."""
+
+    def __init__(self):
+        self.codes = self.params = self.count = 0
+
+    def add(self, a, b):
+        for one, two in zip(a.rows, b.rows, strict=True):
+            first, second = codes_of(a, one), codes_of(b, two)
+            self.add_params(one.param, two.param)
+            self.add_codes(*(sizes(codes, one.param.shape) for codes in (first, second)))
+            assert torch.equal(first.root == 0, second.root == 0)
+            if first.offset is not None:
+                scales = first.offset_scale, second.offset_scale
+                torch.testing.assert_close(*scales, rtol=1e-3, atol=0)
+                # z - x makes up for the rounding of x
+                alike = (one.param == two.param) | one.param.isnan()
+                self.add_codes(first.offset.int()[alike], second.offset.int()[alike])
+            if first.initial is not None:
+                assert torch.equal(first.initial, second.initial)
+                assert torch.equal(first.initial_scale, second.initial_scale)
+            assert one.step == two.step
+
+    def add_params(self, x, y):
+        size = max(1.0, x[x.isfinite()].abs().max().item())
+        rtol = 5e-7 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+        torch.testing.assert_close(x, y, rtol=rtol, atol=5e-7 * size, equal_nan=True)
+        if x.dtype in ROUNDED_APART:
+            apart = (x != y) & ~x.isnan()
+            self.params += apart.sum().item() / ROUNDED_APART[x.dtype]
+        self.count += x.numel()
+
+    def add_codes(self, a, b):
+        away = (a - b).abs()
+        assert away.max() <= 1
+        self.codes += int(away.sum()) / 1e-4
+
+    def check(self):
+        assert self.codes <= self.count
+        assert self.params <= self.count
