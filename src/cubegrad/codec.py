@@ -178,25 +178,27 @@ def _store(
     round_param: Callable[..., Array] | None,
     keeps_offset: bool,
     param: Array,
-    offset: Array,
+    ahead: Array,
+    new_param: Array,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """x as it is stored, and the code and scale of z - x.
+    """`rule.unrounded` as it is stored: x, and the code and scale of z - x.
 
     float32 has places enough to take in what rounding changes of the offset. So z stays exact, and
     rounding errors do not add up in it. Half precision has not: there x is rounded first, and the
     offset is what z lies from that.
     """
     if round_param is not None:
-        rounded = round_param(xp, param, bits)
-        param, offset = rounded, offset + (param - rounded)
+        new_param = round_param(xp, new_param, bits)
+    new_param, offset = rule.unrounded(param, ahead, new_param)
     if not keeps_offset:
-        return param, (None, None)
+        return new_param, (None, None)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
         change = code * scale - offset
         # Not by 0, which would turn -0 into 0.
-        param = xp.where(xp.isfinite(change) & (change != 0), param - change, param)
-    return param, (code, scale)
+        moves = xp.isfinite(change) & (change != 0)
+        new_param = xp.where(moves, new_param - change, new_param)
+    return new_param, (code, scale)
 
 
 def step(

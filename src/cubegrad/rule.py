@@ -20,7 +20,7 @@ Array = Any
 Scalar = Any
 Hyper = Any
 Namespace = Any
-Store = Callable[[Array, Array], tuple[Array, Any]]
+Store = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 def step_weight(lr: Scalar, step: Scalar) -> Scalar:
@@ -122,6 +122,11 @@ def mirror_madgrad(
     return average(param, z, h.momentum), grad_sq_sum, z
 
 
+def unrounded(param: Array, ahead: Array, new_param: Array) -> tuple[Array, Array]:
+    """x_{k+1} and z_{k+1} - x_{k+1}; `param` is x_k, `ahead` x_k - z_{k+1}."""
+    return new_param, (param - new_param) - ahead
+
+
 def madgrad_from_root(
     xp: Namespace,
     h: Hyper,
@@ -131,7 +136,7 @@ def madgrad_from_root(
     dual_offset: Array | None,
     root: Array,
     initial_param: Array,
-    store: Store = lambda param, dual_offset: (param, dual_offset),
+    store: Store = unrounded,
 ) -> tuple[Array, ...]:
     """`madgrad` from m = z - x, r = ∛ν and x_0, a form whose state survives being rounded.
 
@@ -140,7 +145,7 @@ def madgrad_from_root(
     step size a little and moves nothing, and one of m can be made good in x, so that z is exact.
 
     Without `dual_offset` c is 1, and x is z. A coordinate with r = 0 has had no gradient yet, so it
-    has not left x_0, whatever rounding made of x_0. `store` turns x and m into what is stored.
+    has not left x_0, whatever rounding made of x_0. `store` makes of x and m what is stored.
     Returns these and r after the step, and x_0 - z_{k+1} for `distance.step_sums_from_root`.
     """
     grad = effective_gradient(h, param, grad)
@@ -168,7 +173,7 @@ def mirror_madgrad_from_root(
     grad: Array,
     dual_offset: Array | None,
     root: Array,
-    store: Store = lambda param, dual_offset: (param, dual_offset),
+    store: Store = unrounded,
 ) -> tuple[Array, ...]:
     """`mirror_madgrad` from m = z - x and r = ∛ν, as `madgrad_from_root`; returns x, m and r."""
     grad = effective_gradient(h, param, grad)
@@ -190,5 +195,4 @@ def _averaged(
 ) -> tuple[Array, Any]:
     """x and z - x after z has moved by -move, as they are stored."""
     ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
-    new_param = param - ahead * (1 - h.momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
-    return store(new_param, (param - new_param) - ahead)  # m_{k+1} = z_{k+1} - x_{k+1}
+    return store(param, ahead, param - ahead * (1 - h.momentum))  # x_{k+1} = (1-c) x_k + c z_{k+1}

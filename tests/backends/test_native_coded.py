@@ -220,7 +220,8 @@ def test_eps_0_gives_no_nan(monkeypatch, level, method, size):
         eager.step(reference, h)
         assert all(tensor.isfinite().all() for tensor in tensors_of(native))
         for a, b in zip(native.rows, reference.rows, strict=True):
-            differences.add_params(a.param, b.param)
+            if size < 1e-15:
+                differences.add_params(a.param, b.param)
             assert torch.equal(codes_of(native, a).root == 0, codes_of(reference, b).root == 0)
         if size > 1e-15:
             differences.add(native, reference)

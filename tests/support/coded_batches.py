@@ -88,6 +88,13 @@ def sizes(codes, shape):
     )
 
 
+def offset_of(codes, shape):
+    """z - x."""
+    width = min(codec.BLOCK, compact.row_length(shape))
+    scale = codes.offset_scale.double().unsqueeze(-1).expand(-1, -1, width)
+    return codes.offset.double() * compact.joined(scale, shape)
+
+
 # How often a parameter may be rounded to the other neighbour: its last place is 2^13 or 2^16 last
 # places of the float32 before, of which the cube root may be wrong by a few.
 ROUNDED_APART = {torch.float16: 1e-3, torch.bfloat16: 1e-4}
@@ -102,14 +109,18 @@ class Differences:
     def add(self, a, b):
         for one, two in zip(a.rows, b.rows, strict=True):
             first, second = codes_of(a, one), codes_of(b, two)
-            self.add_params(one.param, two.param)
+            if one.param.dtype == torch.float32 and first.offset is not None:
+                self.add_dual_points(one.param, first, two.param, second)
+            else:
+                self.add_params(one.param, two.param)
             self.add_codes(*(sizes(codes, one.param.shape) for codes in (first, second)))
             assert torch.equal(first.root == 0, second.root == 0)
             if first.offset is not None:
                 scales = first.offset_scale, second.offset_scale
                 torch.testing.assert_close(*scales, rtol=1e-3, atol=0)
-                # z - x makes up for the rounding of x
-                alike = (one.param == two.param) | one.param.isnan()
+                # In half precision z - x makes up for the rounding of x.
+                half = one.param.dtype in HALVES
+                alike = (one.param == two.param) | one.param.isnan() | (not half)
                 self.add_codes(first.offset.int()[alike], second.offset.int()[alike])
             if first.initial is not None:
                 assert torch.equal(first.initial, second.initial)
@@ -123,6 +134,16 @@ class Differences:
         if x.dtype in ROUNDED_APART:
             apart = (x != y) & ~x.isnan()
             self.params += apart.sum().item() / ROUNDED_APART[x.dtype]
+        self.count += x.numel()
+
+    def add_dual_points(self, x, codes, y, others):
+        """Where a code of z - x differs, so does x, and z does not."""
+        pairs = [(x, offset_of(codes, x.shape)), (y, offset_of(others, y.shape))]
+        z, w = (param.double() + offset for param, offset in pairs)
+        size = max(1.0, z[z.isfinite()].abs().max().item())
+        torch.testing.assert_close(z, w, rtol=5e-7, atol=5e-7 * size, equal_nan=True)
+        alike = codes.offset == others.offset
+        torch.testing.assert_close(x[alike], y[alike], rtol=5e-7, atol=5e-7 * size, equal_nan=True)
         self.count += x.numel()
 
     def add_codes(self, a, b):

@@ -27,14 +27,25 @@ TARGET INLINE float NAME(largest_finite)(float *restrict values, int64_t n)
     return single_of(most);
 }
 
-/* Returns the scale; `wide` is n rounded up to LANES. */
-TARGET INLINE float NAME(encode_offsets)(float *restrict m, const uint32_t *restrict bits,
-                                         int8_t *restrict codes, int64_t n, int64_t wide)
+/* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, takes in what rounding
+   changes of m, so that z stays exact. */
+TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x,
+                                         const uint32_t *restrict bits, int8_t *restrict codes,
+                                         int64_t n, int64_t wide)
 {
-    float scale = NAME(largest_finite)(m, wide) * (1 / 127.0f), inverse = 1 / scale;
+    float scale = NAME(largest_finite)(m, wide) * (1.000001f / 127.0f), inverse = 1 / scale;
     inverse = inverse < (float)INFINITY ? inverse : 0;
+    if (x)
+        for (int64_t i = 0; i < n; i++) {
+            float sum = NAME(offset_code)(m[i], inverse, bits[i]);
+            x[i] -= (sum - MIDDLE) * scale - m[i];
+            m[i] = sum;
+        }
+    else
+        for (int64_t i = 0; i < n; i++)
+            m[i] = NAME(offset_code)(m[i], inverse, bits[i]);
     for (int64_t i = 0; i < n; i++)
-        codes[i] = (int8_t)NAME(offset_code)(m[i], inverse, bits[i]);
+        codes[i] = (int8_t)bits_of(m[i]);
     return scale;
 }
 
@@ -45,7 +56,7 @@ TARGET INLINE float NAME(encode_roots)(float *restrict root, const uint32_t *res
     uint32_t most = bits_of(NAME(largest_finite)(root, wide));
     float scale = single_of((most + ((1 << CUT) - 1)) & 0x7f800000);
     scale = scale > least ? scale : least;
-    int32_t base = (int32_t)bits_of(scale) - BINADES - 4;
+    int32_t base = (int32_t)bits_of(scale) - BINADES;
     for (int64_t i = 0; i < n; i++)
         codes[i] = (uint8_t)NAME(root_code)(root[i], base, bits[i]);
     return scale;
@@ -114,12 +125,13 @@ TARGET INLINE void NAME(decode)(struct NAME(block) *restrict b, const struct cod
 }
 
 TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct coded_row *restrict row,
-                                float shrink, int64_t q, int64_t at, int64_t n, int64_t wide)
+                                float_at *x, float shrink, int64_t q, int64_t at, int64_t n,
+                                int64_t wide)
 {
     float_at *offset_scale = row->offset_scale, *root_scale = row->root_scale;
     float_at *initial_scale = row->initial_scale;
     if (row->offset)
-        offset_scale[q] = NAME(encode_offsets)(b->m, b->bits, row->offset + at, n, wide);
+        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, row->offset + at, n, wide);
     /* MADGRAD's roots never fall, so that a scale which falls could only be rounding. */
     float least = row->initial ? root_scale[q] : 0;
     root_scale[q] = NAME(encode_roots)(b->root, b->bits, row->root + at, least, n, wide);
@@ -156,12 +168,13 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         else
             NAME(decode)(&b, row, job->param, q, at, n, wide);
         step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
+        float_at *exact = job->param == SINGLE ? param : NULL;
+        if (n == BLOCK)
+            NAME(encode)(&b, row, exact, h.shrink, q, at, BLOCK, BLOCK);
+        else
+            NAME(encode)(&b, row, exact, h.shrink, q, at, n, wide);
         if (param == b.x)
             NAME(write)(&x, b.x, b.raw);
-        if (n == BLOCK)
-            NAME(encode)(&b, row, h.shrink, q, at, BLOCK, BLOCK);
-        else
-            NAME(encode)(&b, row, h.shrink, q, at, n, wide);
         if (sums && (q + 1 == end || (q - begin) % (FOLD / BLOCK) == FOLD / BLOCK - 1))
             NAME(fold)(&lanes, sums);
     }

@@ -3,7 +3,7 @@
 
 TARGET INLINE uint32_t NAME(mixed)(uint32_t x)
 {
-    x = (x ^ x >> 16) * 0x7feb352du;
+    x *= 0x7feb352du;
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
@@ -26,7 +26,6 @@ TARGET INLINE float NAME(short_cbrt)(float x)
 /* Adding and subtracting it rounds to an integer, to even between two. In between the integer is in
    the low bits. */
 #define MIDDLE 0x1.8p23f
-#define MIDDLE_BITS 0x4b400000
 
 TARGET INLINE float NAME(round_bfloat16)(float x, uint32_t bits)
 {
@@ -48,20 +47,18 @@ TARGET INLINE float NAME(round_half)(float x, uint32_t bits)
     return x != 0 ? rounded : x;
 }
 
-/* In the lowest byte. */
-TARGET INLINE uint32_t NAME(offset_code)(float offset, float inverse, uint32_t bits)
+/* The code is in the lowest byte of the bits. */
+TARGET INLINE float NAME(offset_code)(float offset, float inverse, uint32_t bits)
 {
-    float dither = single_of((bits >> 9 & 0x7fff80) | 0x3f800040) - 1.5f;
-    int32_t code = (int32_t)bits_of(offset * inverse + dither + MIDDLE);
-    code = code < MIDDLE_BITS - 127 ? MIDDLE_BITS - 127 : code;
-    return (uint32_t)(code > MIDDLE_BITS + 127 ? MIDDLE_BITS + 127 : code);
+    float dither = single_of((bits >> 9 & 0x7ffc00) | 0x3f800200) - 1.5f;
+    return offset * inverse + dither + MIDDLE;
 }
 
-/* `base` is the bits of a root whose code would be 0, less the lowest random bit, which is always
-   set. No code exceeds 255: the scale has room for the block's largest root rounded up. */
+/* `base` is the bits of a root whose code would be 0. No code exceeds 255: the scale has room for
+   the block's largest root rounded up. */
 TARGET INLINE int32_t NAME(root_code)(float root, int32_t base, uint32_t bits)
 {
-    int32_t code = ((int32_t)(bits_of(root) + (bits << 16 >> 13)) - base) >> CUT;
+    int32_t code = ((int32_t)(bits_of(root) + (bits & ((1 << CUT) - 1))) - base) >> CUT;
     code = code < 1 ? 1 : code;
     return bits_of(root) ? code : 0;
 }

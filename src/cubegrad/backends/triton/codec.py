@@ -52,7 +52,7 @@ def inverse(x, MAY_BE_ZERO: tl.constexpr):
 
 @triton.jit
 def cube_root(x):
-    """∛x for x > 0 within about an ulp; not finite for an x that is not."""
+    """∛x within about an ulp, for a normal number x > 0; NaN for inf and NaN."""
     logarithm = _special(x, "lg2") if APPROXIMATE else tl.log2(x)
     power = logarithm * (-1 / 3)  # of two; p = 1/∛x
     power = _special(power, "ex2") if APPROXIMATE else tl.exp2(power)

@@ -24,6 +24,7 @@ from cubegrad.backends.triton.kernel import (
 ROW = tl.constexpr(16)  # what fused.coded_addresses gives, and four numbers more: 128 bytes
 COUNT = tl.constexpr(7)  # the place of the step count in a row
 BLOCK = tl.constexpr(256)
+SMALLEST = tl.constexpr(2.0**-126)  # normal number
 LANES = tl.constexpr(32)  # sums side by side: one for each thread of the warp
 
 
@@ -115,7 +116,8 @@ def _update(
     if METHOD == "madgrad":
         growth = weighted * g
         new_root = cube_root(tl.fma(root * root, root, growth))  # r_{k+1} = ∛(r_k³ + λ_k g_k²)
-        new_root = tl.where(growth == 0, root, new_root)
+        # Not changed by rounding alone, nor by a growth that the logarithm would take for 0.
+        new_root = tl.where(growth < SMALLEST, root, new_root)
         x0 = integer(x0) if P == tl.float32 else x0.to(tl.float32)
         away = x0 * (x0_scale * shrink) - x
         if HAS_OFFSET:
@@ -128,7 +130,7 @@ def _update(
                 tl.store(x0_scale_at, x0_scale * shrink)
     else:
         v = root * root * root * fade + g * g
-        new_root = tl.where(v > 0, cube_root(v), v)
+        new_root = tl.where(v < SMALLEST, 0.0, cube_root(v))
         move = weighted * inverse(new_root + eps, NO_EPS) + 0.0
     if SUMS:
         finite = new_root < float("inf")
