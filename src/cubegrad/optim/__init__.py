@@ -35,8 +35,9 @@ class MADGRAD(BaseOptimizer):
         foreach, fused: pick the backend as in torch; both None takes the fastest that fits.
         capturable: keep the step count on the device and never read a tensor on the host.
         differentiable: let autograd run through `step`.
-        compact: keep 4 bytes of state for a parameter instead of 12 (3 without momentum), in
-            tensors of at least 4,096 elements with rows of at least 64; docs/memory.md.
+        compact: keep about 4 bytes of state per parameter instead of 12 (3 at momentum 0), in
+            tensors of at least 4,096 elements with rows (all but the first dimension) of at least
+            64. Others, and float64, keep their usual state. See docs/memory.md.
     """
 
     _method = "madgrad"
@@ -75,6 +76,7 @@ class MirrorMADGRAD(BaseOptimizer):
 
     Nothing pulls back to x_0, so decoupled decay simply shrinks z and x. Arguments as for
     `MADGRAD`, with eps 0 by default; sparse gradients are refused, since ν changes everywhere.
+    compact=True keeps about 2 bytes of state per parameter instead of 8.
     """
 
     _method = "mirror_madgrad"
