@@ -176,28 +176,28 @@ def _store(
     xp: Namespace,
     bits: Array,
     round_param: Callable[..., Array] | None,
-    keeps_offset: bool,
+    momentum: Scalar | None,
     param: Array,
     ahead: Array,
     new_param: Array,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """`rule.unrounded` as it is stored: x, and the code and scale of z - x.
 
-    float32 has places enough to take in what rounding changes of the offset. So z stays exact, and
-    rounding errors do not add up in it. Half precision has not: there x is rounded first, and the
-    offset is what z lies from that.
+    float32 has places enough to take in what rounding changes of the offset: x is what the coded
+    offset leaves of z. So z stays exact, and rounding errors do not add up in it. Half precision
+    has not: there x is rounded first, and the offset is what z lies from that.
     """
     if round_param is not None:
         new_param = round_param(xp, new_param, bits)
-    new_param, offset = rule.unrounded(param, ahead, new_param)
-    if not keeps_offset:
+    if momentum is None:  # no offset is kept
         return new_param, (None, None)
+    if round_param is None:
+        z, offset = param - ahead, ahead * -momentum  # z - x before x is rounded
+    else:
+        new_param, offset = rule.unrounded(param, ahead, new_param)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
-        change = code * scale - offset
-        # Not by 0, which would turn -0 into 0.
-        moves = xp.isfinite(change) & (change != 0)
-        new_param = xp.where(moves, new_param - change, new_param)
+        new_param = xp.where(code == 0, z, z - code * scale)  # taking away -0 would make 0 of -0
     return new_param, (code, scale)
 
 
@@ -216,7 +216,8 @@ def step(
 
     `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
     """
-    store = partial(_store, xp, bits, ROUND.get(dtype), codes.offset is not None)
+    momentum = None if codes.offset is None else h.momentum
+    store = partial(_store, xp, bits, ROUND.get(dtype), momentum)
     old, sums = decode(xp, codes), None
     if old.initial is None:
         new_param, offset, root = rule.mirror_madgrad_from_root(

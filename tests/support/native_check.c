@@ -110,8 +110,12 @@ static int check_codes(enum method method, int with_offset, enum kind param, enu
                       method, param, grad, CODES, level, summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++)
-        for (int64_t k = 1; param == SINGLE && k < EACH * LENGTHS[i]; k++)
-            wrong += memcmp(made[i][0] + 1, made[i][0] + 1 + k * 4, 4) != 0;
+        for (int64_t k = 1; param == SINGLE && k < EACH * LENGTHS[i]; k++) {
+            /* Codes are rounded at random, and x takes in the difference. */
+            int alike = apart || made[i][2][k] == made[i][2][0];
+            wrong += alike && (!apart || !with_offset) &&
+                     memcmp(made[i][0] + 1, made[i][0] + 1 + k * 4, 4) != 0;
+        }
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++) {
         wrong += steps[i] != 2;

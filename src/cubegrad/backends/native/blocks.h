@@ -27,8 +27,8 @@ TARGET INLINE float NAME(largest_finite)(float *restrict values, int64_t n)
     return single_of(most);
 }
 
-/* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, takes in what rounding
-   changes of m, so that z stays exact. */
+/* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, is z when this is called:
+   it becomes what the codes leave of z, which so stays exact. */
 TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x,
                                          const uint32_t *restrict bits, int8_t *restrict codes,
                                          int64_t n, int64_t wide)
@@ -38,7 +38,7 @@ TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x
     if (x)
         for (int64_t i = 0; i < n; i++) {
             float sum = NAME(offset_code)(m[i], inverse, bits[i]);
-            x[i] -= (sum - MIDDLE) * scale - m[i];
+            x[i] -= (sum - MIDDLE) * scale;
             m[i] = sum;
         }
     else

@@ -105,15 +105,15 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
             inverse = inverse == (float)INFINITY ? 0 : inverse;
         move = move * inverse + 0;   /* z_k - z_{k+1} */
         float ahead = move - offset; /* x_k - z_{k+1} */
-        float y = x - ahead * h.c;
+        float y = kind == SINGLE ? x - ahead : x - ahead * h.c;
         if (kind != SINGLE)
             y = kind == HALF ? NAME(round_half)(y, bits[i]) : NAME(round_bfloat16)(y, bits[i]);
         if (lanes) {
             float since = r[i] == 0 ? m[i] : x0[i] - p, u = away + move;
             NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, since, (root[i] + h.eps) * u, u, root[i]);
         }
-        param[i] = y;
-        m[i] = x - y - ahead;
+        param[i] = y; /* of float32, z for now: x is what the code of m leaves of it */
+        m[i] = kind == SINGLE ? ahead * (h.c - 1) : x - y - ahead;
     }
 }
 

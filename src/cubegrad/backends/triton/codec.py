@@ -76,7 +76,7 @@ def rounded(x, random, P: tl.constexpr):
 
 @triton.jit
 def encode_offset(offset, random):
-    """int8 codes, their scale, and what they change of the offset; all 0 if that is not finite."""
+    """int8 codes, their scale, and the number that they are; 0 for one that is not finite."""
     offset = tl.where(tl.abs(offset) < float("inf"), offset, 0.0)
     scale = tl.max(tl.abs(offset), 0) * (1.000001 / 127)
     inverse = tl.div_rn(1.0, scale)
@@ -84,7 +84,7 @@ def encode_offset(offset, random):
     dither = _float(((random >> 9) & 0x7FFC00 | 0x3F800200).to(tl.int32)) - 1.5
     scaled = tl.fma(offset, tl.zeros_like(offset) + inverse, dither)
     magic = scaled + MAGIC  # its last byte is the integer
-    return _bits(magic).to(tl.int8), scale, (magic - MAGIC) * scale - offset
+    return _bits(magic).to(tl.int8), scale, (magic - MAGIC) * scale
 
 
 @triton.jit

@@ -145,14 +145,16 @@ def _update(
     tl.store(r_at, r_code, mask)
     tl.store(r_scale_at, r_scale)
     ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
-    new = tl.fma(ahead, tl.zeros_like(ahead) + (momentum - 1), x)
-    if P != tl.float32:
-        new = rounded(new, random, P)
-    if HAS_OFFSET:
-        # m_{k+1} = z_{k+1} - x_{k+1}
-        m_code, m_scale, change = encode_offset((x - new) - ahead, random)
-        if P == tl.float32:
-            new -= change  # z stays exact
+    if HAS_OFFSET and P == tl.float32:
+        m_code, m_scale, m = encode_offset(ahead * -momentum, random)
+        new = (x - ahead) - m  # z_{k+1} stays exact
+    else:
+        new = tl.fma(ahead, tl.zeros_like(ahead) + (momentum - 1), x)
+        if P != tl.float32:
+            new = rounded(new, random, P)
+        if HAS_OFFSET:
+            m_code, m_scale, _ = encode_offset((x - new) - ahead, random)
+    if HAS_OFFSET:  # m_{k+1} = z_{k+1} - x_{k+1}
         tl.store(m_at, m_code, mask)
         tl.store(m_scale_at, m_scale)
     tl.store(p_at, new.to(P), mask)

@@ -90,7 +90,7 @@ def _coded_plan(batch: Batch) -> Plan:
     dtypes = (DTYPES[tensor.dtype] for tensor in batch.rows[0][:2])
     has_offset = "offset_code" in batch.layout.buffers
     constants = (batch.layout.method, has_offset, *dtypes, whole)
-    registers = (64, 80) if whole else (80, 96)
+    registers = (72, 96) if whole else (80, 96)
     return Plan(step_coded_units, rows, sizes, span, 1, registers, constants)
 
 
