@@ -172,6 +172,23 @@ def test_a_bad_gradient_stays_in_its_coordinate(method, bad):
 
 
 @pytest.mark.compilation
+@pytest.mark.parametrize("size", [1e-17, 8e-20, 1e-22, 1e-30])
+@each_method
+def test_a_first_gradient_whose_square_is_hardly_a_number(method, size):
+    """A GPU's logarithm takes a subnormal number for 0. A filter that comes to life late in a
+    training of 100,000 steps had such a gradient."""
+    params, twins = params_of([(16, 256)], torch.float32), params_of([(16, 256)], torch.float32)
+    eager, fused = built(method, EAGER, params, {}), built(method, FUSED, twins, {})
+    for k in range(2):
+        params[0].grad = cases.randn((16, 256), torch.float32, k).to(DEVICE) * size
+        twins[0].grad = params[0].grad.clone()
+        eager.step()
+        fused.step()
+        assert twins[0].isfinite().all()
+    torch.testing.assert_close(twins[0], params[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.compilation
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_a_step_at_lr_0_moves_no_bit(momentum):
     params = params_of(SHAPES[:2], torch.float32)
