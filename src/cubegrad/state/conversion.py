@@ -28,9 +28,8 @@ def convert(param: Tensor, entries: Entries, to: Layout, eps: float) -> None:
         return
     if isinstance(to, CodedLayout):
         if isinstance(held, CodedLayout):
-            new = to.zeros(
-                param, set(to.buffers) - set(held.buffers)
-            )  # z - x was not kept: it is 0
+            lacking = set(to.buffers) - set(held.buffers)  # z - x, which is 0 if it was not kept
+            new = to.zeros(param, lacking)
         else:
             new = _encoded(param, entries, held, to, eps)
     elif isinstance(held, CodedLayout):

@@ -39,10 +39,9 @@ class Layout(NamedTuple):
 
     def fresh(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
         """The state before the first step, whose x_0 is the parameter's value now."""
+        dtype, form = state_dtype(param), torch.preserve_format
         zeros = {
-            name: torch.zeros_like(
-                param, dtype=state_dtype(param), memory_format=torch.preserve_format
-            )
+            name: torch.zeros_like(param, dtype=dtype, memory_format=form)
             for name in self.buffers
             if name != self.start
         }
