@@ -178,8 +178,8 @@ def test_a_bad_gradient_stays_in_its_coordinate(method, bad):
 @pytest.mark.parametrize("size", [1e-17, 8e-20, 1e-22, 1e-30])
 @each_method
 def test_a_first_gradient_whose_square_is_hardly_a_number(method, size):
-    """A GPU's logarithm takes a subnormal number for 0. A filter that comes to life late in a
-    training of 100,000 steps had such a gradient."""
+    """A GPU's logarithm takes a subnormal number for 0; a filter that comes to life late in a
+    long training can have such a gradient."""
     params, twins = params_of([(16, 256)], torch.float32), params_of([(16, 256)], torch.float32)
     eager, fused = built(method, EAGER, params, {}), built(method, FUSED, twins, {})
     for k in range(2):

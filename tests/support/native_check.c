@@ -111,10 +111,11 @@ static int check_codes(enum method method, int with_offset, enum kind param, enu
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++)
         for (int64_t k = 1; param == SINGLE && k < EACH * LENGTHS[i]; k++) {
+            int64_t row = k / LENGTHS[i] * LENGTHS[i], j = k - row, s = rows[i].spacing;
+            int64_t place = row + j % s * (LENGTHS[i] / s) + j / s;
             /* Codes are rounded at random, and x takes in the difference. */
-            int alike = apart || made[i][2][k] == made[i][2][0];
-            wrong += alike && (!apart || !with_offset) &&
-                     memcmp(made[i][0] + 1, made[i][0] + 1 + k * 4, 4) != 0;
+            int alike = made[i][2][k] == made[i][2][0];
+            wrong += alike && memcmp(made[i][0] + 1, made[i][0] + 1 + place * 4, 4) != 0;
         }
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++) {

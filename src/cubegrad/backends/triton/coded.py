@@ -34,7 +34,7 @@ def _load(address, offsets, mask, dtype: tl.constexpr, FORM: tl.constexpr):
     if FORM != "any":
         base = tl.multiple_of(base, 16)
     at = base + offsets
-    # Nothing is read twice, so the first-level cache is bypassed: 2 % of a step.
+    # Nothing is read twice, so the first-level cache is bypassed.
     if FORM == "whole":
         value = tl.load(at, cache_modifier=".cg")
     else:
