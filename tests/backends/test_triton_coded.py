@@ -12,6 +12,10 @@ import torch
 from cases import each_method
 from torch import nn
 
+from cubegrad import codec
+from cubegrad.functions import CodedFunctions
+from cubegrad.state import layout
+
 pytest.importorskip("cubegrad.backends.triton.launch")
 
 FUSED, DEVICE = cases.TRITON, cases.TRITON.device
@@ -61,13 +65,21 @@ def take_over(optimizer, other):
             optimizer.state[own][name].copy_(value)
 
 
+def codes_of(optimizer, param):
+    """Of z - x and of ∛ν, one without the other's bits."""
+    state = optimizer.state[param]
+    held = layout.held(optimizer._method, state)
+    codes = held.codes([state[name] for name in held.buffers])
+    return codec.unpacked(CodedFunctions, codes)
+
+
 def differing_codes(one, other):
     """How many codes differ, how many there are, and by how much they differ at most."""
     count = total = largest = 0
     for a, b in zip(*(o.param_groups[0]["params"] for o in (one, other)), strict=True):
-        for name in ("offset_code", "root_code"):
-            if name in one.state[a]:
-                apart = (one.state[a][name].int() - other.state[b][name].int()).abs()
+        for code, expected in zip(codes_of(one, a), codes_of(other, b), strict=True):
+            if code is not None:
+                apart = (code - expected).abs()
                 count, total = count + int((apart > 0).sum()), total + apart.numel()
                 largest = max(largest, int(apart.max()))
     return count, total, largest

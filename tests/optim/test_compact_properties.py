@@ -19,7 +19,8 @@ hypers = st.builds(
     lr=st.one_of(st.just(0.0), st.floats(1e-4, 1.0)),
     momentum=st.one_of(st.just(0.0), st.floats(0, 0.99)),
     eps=st.one_of(st.just(0.0), st.floats(1e-8, 1e-2)),
-    weight_decay=st.one_of(st.just(0.0), st.floats(0, 0.5)),
+    # A smaller decay of a small weight has a square that float32 takes for 0.
+    weight_decay=st.one_of(st.just(0.0), st.floats(1e-4, 0.5)),
     shrink=st.one_of(st.none(), st.floats(0.5, 1.0)),
     maximize=st.booleans(),
 )
@@ -95,9 +96,9 @@ def test_a_step_is_within_a_code_of_the_exact_one(mirror, data, h, k, index):
     assert ((new_x.double() - exact_x).abs() <= code).all()
     z, exact_z = new_x.double() + got.offset.double(), exact_x + exact_offset
     assert ((z - exact_z).abs() <= rounding).all()
-    # A code is a sixteenth of its binade. Roots below the smallest code get that one.
-    smallest = new.root_scale.double() * 2.0**-14 * (1 + 1 / 16)
-    limit = exact_root * (1 / 16 + 1e-5)
+    # A code is 1/64 of its binade. Roots below the smallest code get that one.
+    smallest = new.root_scale.double() * 2.0**-7 * (1 + 1 / 32)
+    limit = exact_root * (1 / 64 + 1e-5)
     off = (got.root.double() - exact_root).abs()
     assert ((off <= limit) | (exact_root < smallest)).all()
     assert ((got.root == 0) == (exact_root.float() == 0)).all()
@@ -112,7 +113,7 @@ def test_the_mean_over_many_draws_is_the_exact_number(mirror, varied):
     """Of z - x in units of a code, and of ∛ν relative to itself; 4,096 draws of 512 numbers."""
     draws, generator = 4096, torch.Generator().manual_seed(5)
     offset = torch.randn((1, 2, 256), generator=generator)
-    root = torch.randn((1, 2, 256), generator=generator).abs() + 0.01
+    root = torch.randn((1, 2, 256), generator=generator).abs() + 0.1
     old = codec.Codes(offset, None, None, torch.zeros(1, 2, 1), None if mirror else offset, None)
     numbers = torch.arange(512, dtype=torch.int32).view(1, 2, 256)
     sums = [torch.zeros(1, 2, 256, dtype=torch.float64) for _ in range(2)]
@@ -128,7 +129,7 @@ def test_the_mean_over_many_draws_is_the_exact_number(mirror, varied):
     # A rounding has a standard deviation of at most half a code: 1/128 of one for the mean.
     # Of 512 means the farthest is about 3.5 of those away; 6 are allowed.
     unit = new.offset_scale.double()
-    apart = [(sums[0] / draws - offset) / unit, (sums[1] / draws - root) / (root / 16)]
+    apart = [(sums[0] / draws - offset) / unit, (sums[1] / draws - root) / (root / 64)]
     for deviation in apart:
         assert deviation.abs().max() < 6 * 0.5 / draws**0.5
         # The mean over all numbers is a finer test: the 512 are independent.

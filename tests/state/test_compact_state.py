@@ -9,8 +9,9 @@ from compact_runs import SHAPES, build, held_layouts, noisy_grads, rms, same_run
 from short_runs import advance, parameters, set_grads, through_a_file, through_pickle
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, interop
+from cubegrad import MADGRAD, MirrorMADGRAD, codec, interop
 from cubegrad.codec import LARGEST_OFFSET
+from cubegrad.functions import CodedFunctions
 from cubegrad.state import conversion, layout
 
 # Where a run is cut, for each dtype.
@@ -129,7 +130,8 @@ def dual_points(optimizer, params):
         if held.is_coded:
             codes = held.codes([state[name] for name in held.buffers])
             step = codes.offset_scale.double().repeat_interleave(256, 1)[:, : x[0].numel()]
-            points.append(x + codes.offset.double() * step.reshape(x.shape))
+            offset, _ = codec.unpacked(CodedFunctions, codes)
+            points.append(x + offset.double() * step.reshape(x.shape))
         elif held.method == "mirror_madgrad":
             points.append(state["z"].double())
         else:

@@ -6,6 +6,7 @@ import torch
 from cubegrad import codec
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
+from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.state import compact
 from cubegrad.state.layout import CODED_LAYOUTS
@@ -83,7 +84,8 @@ def codes_of(batch, row):
 def sizes(codes, shape):
     """Codes of roots counted from one zero for all blocks; a scale may differ by a factor of 2."""
     binades = torch.log2(codes.root_scale.clamp(min=2.0**-126)).int()
-    return codes.root.int() + 16 * compact.joined(
+    _, root = codec.unpacked(CodedFunctions, codes)
+    return root + 2**codes.root_places * compact.joined(
         binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, compact.row_length(shape))), shape
     )
 
@@ -92,7 +94,11 @@ def offset_of(codes, shape):
     """z - x."""
     width = min(codec.BLOCK, compact.row_length(shape))
     scale = codes.offset_scale.double().unsqueeze(-1).expand(-1, -1, width)
-    return codes.offset.double() * compact.joined(scale, shape)
+    return offset_codes(codes).double() * compact.joined(scale, shape)
+
+
+def offset_codes(codes):
+    return codec.unpacked(CodedFunctions, codes)[0]
 
 
 # How often a parameter may be rounded to the other neighbour: its last place is 2^13 or 2^16 last
@@ -121,7 +127,7 @@ class Differences:
                 # In half precision z - x makes up for the rounding of x.
                 half = one.param.dtype in HALVES
                 alike = (one.param == two.param) | one.param.isnan() | (not half)
-                self.add_codes(first.offset.int()[alike], second.offset.int()[alike])
+                self.add_codes(offset_codes(first)[alike], offset_codes(second)[alike])
             if first.initial is not None:
                 assert torch.equal(first.initial, second.initial)
                 assert torch.equal(first.initial_scale, second.initial_scale)
@@ -142,7 +148,7 @@ class Differences:
         z, w = (param.double() + offset for param, offset in pairs)
         size = max(1.0, z[z.isfinite()].abs().max().item())
         torch.testing.assert_close(z, w, rtol=5e-7, atol=5e-7 * size, equal_nan=True)
-        alike = codes.offset == others.offset
+        alike = offset_codes(codes) == offset_codes(others)
         torch.testing.assert_close(x[alike], y[alike], rtol=5e-7, atol=5e-7 * size, equal_nan=True)
         self.count += x.numel()
 

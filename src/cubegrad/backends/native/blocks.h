@@ -28,12 +28,13 @@ TARGET INLINE float NAME(largest_finite)(float *restrict values, int64_t n)
 }
 
 /* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, is z when this is called:
-   it becomes what the codes leave of z, which so stays exact. */
+   it becomes what the codes leave of z, which so stays exact. The lowest bit is that of `roots`. */
 TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x,
-                                         const uint32_t *restrict bits, int8_t *restrict codes,
+                                         const uint32_t *restrict bits,
+                                         const int32_t *restrict roots, int8_t *restrict codes,
                                          int64_t n, int64_t wide)
 {
-    float scale = NAME(largest_finite)(m, wide) * (1.000001f / 127.0f), inverse = 1 / scale;
+    float scale = NAME(largest_finite)(m, wide) * (1.000001f / 63.0f), inverse = 1 / scale;
     inverse = inverse < (float)INFINITY ? inverse : 0;
     if (x)
         for (int64_t i = 0; i < n; i++) {
@@ -45,20 +46,23 @@ TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x
         for (int64_t i = 0; i < n; i++)
             m[i] = NAME(offset_code)(m[i], inverse, bits[i]);
     for (int64_t i = 0; i < n; i++)
-        codes[i] = (int8_t)bits_of(m[i]);
+        codes[i] = (int8_t)(bits_of(m[i]) << 1 | ((uint32_t)roots[i] & 1));
     return scale;
 }
 
+/* `wide_codes` are the codes with their lowest bit, which `codes` have not if cut is CUT. */
 TARGET INLINE float NAME(encode_roots)(float *restrict root, const uint32_t *restrict bits,
-                                       uint8_t *restrict codes, float least, int64_t n,
-                                       int64_t wide)
+                                       int32_t *restrict wide_codes, uint8_t *restrict codes,
+                                       int cut, float least, int64_t n, int64_t wide)
 {
     uint32_t most = bits_of(NAME(largest_finite)(root, wide));
-    float scale = single_of((most + ((1 << CUT) - 1)) & 0x7f800000);
+    float scale = single_of((most + ((1u << cut) - 1)) & 0x7f800000);
     scale = scale > least ? scale : least;
     int32_t base = (int32_t)bits_of(scale) - BINADES;
     for (int64_t i = 0; i < n; i++)
-        codes[i] = (uint8_t)NAME(root_code)(root[i], base, bits[i]);
+        wide_codes[i] = NAME(root_code)(root[i], base, bits[i], cut);
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = (uint8_t)(wide_codes[i] >> (CUT_ALONE - cut));
     return scale;
 }
 
@@ -109,10 +113,11 @@ TARGET INLINE void NAME(decode)(struct NAME(block) *restrict b, const struct cod
                                 enum kind param, int64_t q, int64_t at, int64_t n, int64_t wide)
 {
     size_t rest = (size_t)(wide - n) * sizeof(float);
-    NAME(decode_roots)(b->r, row->root + at, ((float_at *)row->root_scale)[q], n);
+    const int8_t *offsets = row->offset ? row->offset + at : NULL;
+    NAME(decode_roots)(b->r, row->root + at, offsets, ((float_at *)row->root_scale)[q], n);
     memset(b->r + n, 0, rest);
-    if (row->offset) {
-        NAME(decode_offsets)(b->m, row->offset + at, ((float_at *)row->offset_scale)[q], n);
+    if (offsets) {
+        NAME(decode_offsets)(b->m, offsets, ((float_at *)row->offset_scale)[q], n);
         memset(b->m + n, 0, rest);
     } else {
         memset(b->m, 0, (size_t)wide * sizeof(float));
@@ -130,11 +135,17 @@ TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct cod
 {
     float_at *offset_scale = row->offset_scale, *root_scale = row->root_scale;
     float_at *initial_scale = row->initial_scale;
-    if (row->offset)
-        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, row->offset + at, n, wide);
     /* MADGRAD's roots never fall, so that a scale which falls could only be rounding. */
     float least = row->initial ? root_scale[q] : 0;
-    root_scale[q] = NAME(encode_roots)(b->root, b->bits, row->root + at, least, n, wide);
+    uint8_t *roots = row->root + at;
+    if (row->offset) {
+        int8_t *offsets = row->offset + at;
+        root_scale[q] = NAME(encode_roots)(b->root, b->bits, b->codes, roots, CUT, least, n, wide);
+        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, b->codes, offsets, n, wide);
+    } else {
+        root_scale[q] =
+            NAME(encode_roots)(b->root, b->bits, b->codes, roots, CUT_ALONE, least, n, wide);
+    }
     if (row->initial && shrink != 1)
         initial_scale[q] *= shrink;
 }

@@ -8,7 +8,7 @@ TARGET INLINE uint32_t NAME(mixed)(uint32_t x)
     return x ^ x >> 16;
 }
 
-/* ∛x within 2^-22 of it, for x = 0 and normal numbers. A root is stored with 4 bits, so that this is
+/* ∛x within 2^-22 of it, for x = 0 and normal numbers. A root is stored with 6 bits, so that this is
    enough, and it takes 13 instructions where `cbrt` takes 25. With a guess p of 1/∛x and
    lack = 1 - x p³, ∛x is x p² (1 - lack)^{-2/3}; the polynomial is that power for |lack| < 0.1022. */
 TARGET INLINE float NAME(short_cbrt)(float x)
@@ -47,18 +47,19 @@ TARGET INLINE float NAME(round_half)(float x, uint32_t bits)
     return x != 0 ? rounded : x;
 }
 
-/* The code is in the lowest byte of the bits. */
+/* The code is in the lowest 7 bits. */
 TARGET INLINE float NAME(offset_code)(float offset, float inverse, uint32_t bits)
 {
     float dither = single_of((bits >> 9 & 0x7ffc00) | 0x3f800200) - 1.5f;
     return offset * inverse + dither + MIDDLE;
 }
 
-/* `base` is the bits of a root whose code would be 0. No code exceeds 255: the scale has room for
+/* `base` is the bits of a root whose code would be 0. No code exceeds its bits: the scale has room for
    the block's largest root rounded up. */
-TARGET INLINE int32_t NAME(root_code)(float root, int32_t base, uint32_t bits)
+TARGET INLINE int32_t NAME(root_code)(float root, int32_t base, uint32_t bits, int cut)
 {
-    int32_t code = ((int32_t)(bits_of(root) + (bits & ((1 << CUT) - 1))) - base) >> CUT;
-    code = code < 1 ? 1 : code;
+    int32_t code = ((int32_t)(bits_of(root) + (bits & ((1u << cut) - 1))) - base) >> cut;
+    int32_t least = cut == CUT ? 2 : 1;
+    code = code < least ? least : code;
     return bits_of(root) ? code : 0;
 }

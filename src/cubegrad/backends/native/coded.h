@@ -8,6 +8,7 @@
 struct NAME(block) {
     _Alignas(64) float x[BLOCK], g[BLOCK], m[BLOCK], r[BLOCK], x0[BLOCK], root[BLOCK];
     uint32_t bits[BLOCK];
+    int32_t codes[BLOCK];
     char raw[BLOCK * sizeof(double)];
 };
 
@@ -15,15 +16,22 @@ TARGET INLINE void NAME(decode_offsets)(float *restrict m, const int8_t *restric
                                         float scale, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
-        m[i] = (float)codes[i] * scale;
+        m[i] = (float)(codes[i] >> 1) * scale;
 }
 
-TARGET INLINE void NAME(decode_roots)(float *restrict r, const uint8_t *restrict codes, float scale,
-                                      int64_t n)
+/* A root's lowest bit is that of the offset's code, if there are offsets. */
+TARGET INLINE void NAME(decode_roots)(float *restrict r, const uint8_t *restrict codes,
+                                      const int8_t *restrict offsets, float scale, int64_t n)
 {
     uint32_t base = bits_of(scale) - BINADES;
-    for (int64_t i = 0; i < n; i++)
-        r[i] = codes[i] ? single_of(((uint32_t)codes[i] << CUT) + base) : 0;
+    if (offsets)
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t low = (uint32_t)(int32_t)offsets[i] & 1;
+            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << CUT_ALONE) + (low << CUT) + base) : 0;
+        }
+    else
+        for (int64_t i = 0; i < n; i++)
+            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << CUT_ALONE) + base) : 0;
 }
 
 TARGET INLINE void NAME(decode_initial)(float *restrict x0, const char *restrict codes,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are integers
 MAGIC_BITS = tl.constexpr(0x4B400000)
-BINADES = tl.constexpr(15 << 23)
+BINADES = tl.constexpr(7 << 23)
 # Triton's own logarithm and quotient are exact to the last bit, and take a third of the kernel's
 # instructions. NVIDIA's compiler knows the short ones.
 APPROXIMATE = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
@@ -76,31 +76,38 @@ def rounded(x, random, P: tl.constexpr):
 
 @triton.jit
 def encode_offset(offset, random):
-    """int8 codes, their scale, and the number that they are; 0 for one that is not finite."""
+    """Codes in the lowest 7 bits, their scale, and the number that they are.
+
+    It is 0 for one that is not finite.
+    """
     offset = tl.where(tl.abs(offset) < float("inf"), offset, 0.0)
-    scale = tl.max(tl.abs(offset), 0) * (1.000001 / 127)
+    scale = tl.max(tl.abs(offset), 0) * (1.000001 / 63)
     inverse = tl.div_rn(1.0, scale)
     inverse = tl.where(inverse < float("inf"), inverse, 0.0)
     dither = _float(((random >> 9) & 0x7FFC00 | 0x3F800200).to(tl.int32)) - 1.5
     scaled = tl.fma(offset, tl.zeros_like(offset) + inverse, dither)
-    magic = scaled + MAGIC  # its last byte is the integer
-    return _bits(magic).to(tl.int8), scale, (magic - MAGIC) * scale
+    magic = scaled + MAGIC
+    return _bits(magic), scale, (magic - MAGIC) * scale
 
 
 @triton.jit
-def encode_root(root, random, least_scale):
-    """uint8 codes and their scale, a power of two."""
+def encode_root(root, random, least_scale, PLACES: tl.constexpr):
+    """Codes as int32 and their scale, a power of two."""
+    CUT: tl.constexpr = 23 - PLACES
     bits = _bits(root)
     real = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF  # above 0 and finite
     bits = tl.where(real, bits, 0)
-    scale = (tl.max(bits, 0) + 0x7FFFF) & 0x7F800000
+    scale = (tl.max(bits, 0) + ((1 << CUT) - 1)) & 0x7F800000
     scale = tl.maximum(scale, _bits(least_scale))
-    low = (random & 0x7FFFF).to(tl.int32)
-    codes = tl.maximum((bits + low - (scale - BINADES)) >> 19, 1)
-    return tl.where(real, codes, 0).to(tl.uint8), _float(scale)
+    low = (random & ((1 << CUT) - 1)).to(tl.int32)
+    codes = tl.maximum((bits + low - (scale - BINADES)) >> CUT, 1 << (PLACES - 5))
+    return tl.where(real, codes, 0), _float(scale)
 
 
 @triton.jit
-def decode_root(code, scale):
-    root = _float((code.to(tl.int32) << 19) + (_bits(scale) - BINADES))
-    return tl.where(code == 0, 0.0, root)
+def decode_root(code, offset_code, scale, PACKED: tl.constexpr):
+    """PACKED: the root's lowest bit is that of the offset's code."""
+    bits = (code.to(tl.int32) << 18) + (_bits(scale) - BINADES)
+    if PACKED:
+        bits += (offset_code & 1) << 17
+    return tl.where(code == 0, 0.0, _float(bits))

@@ -34,12 +34,7 @@ def _load(address, offsets, mask, dtype: tl.constexpr, FORM: tl.constexpr):
     if FORM != "any":
         base = tl.multiple_of(base, 16)
     at = base + offsets
-    # Nothing is read twice, so the first-level cache is bypassed.
-    if FORM == "whole":
-        value = tl.load(at, cache_modifier=".cg")
-    else:
-        value = tl.load(at, mask, 0, cache_modifier=".cg")
-    return value, at
+    return tl.load(at) if FORM == "whole" else tl.load(at, mask, 0), at
 
 
 @triton.jit
@@ -97,7 +92,10 @@ def _update(
     r_scale, r_scale_at = _scale(r_scale_at)
     if HAS_OFFSET:
         m_code, m_at = _load(m_at, code, mask, tl.int8, FORM)
+        m_code = m_code.to(tl.int32)
         m_scale, m_scale_at = _scale(m_scale_at)
+    else:
+        m_code = 0
     if METHOD == "madgrad":
         x0, x0_at = _load(x0_at, code, mask, tl.int16 if P == tl.float32 else P, FORM)
         x0_scale, x0_scale_at = _scale(x0_scale_at)
@@ -108,10 +106,10 @@ def _update(
     if not PLAIN:
         loss_g = loss_g * sign
         g, x = loss_g + p * decay, p * shrink
-    root = decode_root(r_code, r_scale)
+    root = decode_root(r_code, m_code, r_scale, HAS_OFFSET)
     weighted = g * weight
     if HAS_OFFSET:
-        m = integer(m_code)
+        m = integer(m_code >> 1)
         decayed_m = m * (m_scale * shrink)
     if METHOD == "madgrad":
         growth = weighted * g
@@ -141,8 +139,8 @@ def _update(
         product = _add(product, (new_root + eps) * new_away * new_away, finite)
         roots = _add(roots, new_root, finite)
     least_scale = r_scale if METHOD == "madgrad" else 0 * r_scale
-    r_code, r_scale = encode_root(new_root, random, least_scale)
-    tl.store(r_at, r_code, mask)
+    r_code, r_scale = encode_root(new_root, random, least_scale, 6 if HAS_OFFSET else 5)
+    tl.store(r_at, (r_code >> 1 if HAS_OFFSET else r_code).to(tl.uint8), mask)
     tl.store(r_scale_at, r_scale)
     ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
     if HAS_OFFSET and P == tl.float32:
@@ -155,7 +153,7 @@ def _update(
         if HAS_OFFSET:
             m_code, m_scale, _ = encode_offset((x - new) - ahead, random)
     if HAS_OFFSET:  # m_{k+1} = z_{k+1} - x_{k+1}
-        tl.store(m_at, m_code, mask)
+        tl.store(m_at, (m_code << 1 | r_code & 1).to(tl.int8), mask)
         tl.store(m_scale_at, m_scale)
     tl.store(p_at, new.to(P), mask)
     return agreement, product, roots
