@@ -70,8 +70,13 @@ def scaled_shapes(scale: float) -> list[Shape]:
 
 
 def stepped(shapes: list[Shape], dtype: torch.dtype, build: Any) -> tuple[nn.Module, Optimizer]:
-    """A model and its optimizer after a step, made tensor by tensor to keep few gradients."""
-    model = nn.ParameterList(torch.empty(shape, dtype=dtype) for shape in shapes)
+    """A model and its optimizer after a step, made tensor by tensor.
+
+    So one gradient is there at a time, and all weights can share the memory of the largest: only
+    the state is saved.
+    """
+    room = torch.empty(max(map(math.prod, shapes)), dtype=dtype)
+    model = nn.ParameterList(room[: math.prod(shape)].view(shape) for shape in shapes)
     optimizer = build(model.parameters())
     for param in model:
         with torch.no_grad():
@@ -79,8 +84,6 @@ def stepped(shapes: list[Shape], dtype: torch.dtype, build: Any) -> tuple[nn.Mod
         param.grad = torch.rand_like(param)
         optimizer.step()
         param.grad = None
-        # Memory that nobody has written takes no room; the weights are not needed any more.
-        param.data = torch.empty_like(param)
     return model, optimizer
 
 
