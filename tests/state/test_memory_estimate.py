@@ -231,7 +231,6 @@ def test_the_command_prints_what_the_docs_show(capsys):
 
 @pytest.mark.processes
 def test_the_command_needs_no_extra():
-    """Not even numpy, of what the study uses."""
     script = (
         "import sys; sys.modules.update(tqdm=None, sklearn=None, matplotlib=None); "
         "from cubegrad.study.cli import main; sys.exit(main())"
