@@ -8,17 +8,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cubegrad import backends, family, interop, theory
+    from cubegrad import backends, family, interop, memory, theory
     from cubegrad.optim import MADGRAD, MirrorMADGRAD
 
 __version__ = "0.1.0"
-__all__ = ["MADGRAD", "MirrorMADGRAD", "__version__", "backends", "family", "interop", "theory"]
+__all__ = [
+    "MADGRAD",
+    "MirrorMADGRAD",
+    "__version__",
+    "backends",
+    "family",
+    "interop",
+    "memory",
+    "theory",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("MADGRAD", "MirrorMADGRAD"):
         value = getattr(importlib.import_module("cubegrad.optim"), name)
-    elif name in ("backends", "family", "interop", "theory"):
+    elif name in ("backends", "family", "interop", "memory", "theory"):
         value = importlib.import_module(f"cubegrad.{name}")
     else:
         raise AttributeError(f"module 'cubegrad' has no attribute {name!r}")

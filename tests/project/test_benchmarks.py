@@ -242,3 +242,28 @@ def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         script["main"]()
     assert "is not empty; give a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_checkpoints_are_timed_and_weighed(tmp_path):
+    path = tmp_path / "checkpoints.json"
+    options = ["--scale", "0.1", "--repeats", "1", "--folder", str(tmp_path), "--json", str(path)]
+    command = [sys.executable, str(BENCHMARKS / "checkpoint_time.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["weights"], row["optimizer"]): row for row in json.loads(path.read_text())["rows"]}
+    expected = {
+        ("float32", "MADGRAD compact"): 4.2,
+        ("float32", "MADGRAD, float32 state"): 12,
+        ("float32", "torch AdamW"): 8,
+        ("bfloat16", "MADGRAD compact"): 4.2,
+        ("bfloat16", "MADGRAD, float32 state"): 12,
+        ("bfloat16", "torch AdamW"): 4,
+    }
+    assert rows.keys() == expected.keys()
+    for key, row in rows.items():
+        assert row["file_bytes"] / row["parameters"] == pytest.approx(expected[key], rel=0.02)
+        assert row["folder_bytes"] < 1.1 * row["file_bytes"]
+        assert all(row[name] > 0 for name in row if name.endswith("_s"))
+        assert f"| {key[0]} | {key[1]} | " in done.stdout
+    assert list(tmp_path.iterdir()) == [path]  # and no checkpoint

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cubegrad import MADGRAD, MirrorMADGRAD, sharding
+from cubegrad import MADGRAD, MirrorMADGRAD, memory, sharding
 
 BACKENDS = [backend for backend in cases.FAST_BACKENDS if "-" not in backend.name]
 # Rows that leave uneven shards, padded blocks, a rank without rows, and one without codes.
@@ -84,6 +84,34 @@ def fsdp2_has_the_codes_of_one_process():
                 assert isinstance(tensor, DTensor) == (name != "step")
         rows = [len(sharding.local(param)) for param in model.parameters()]
         assert rows[2] == (dist.get_rank() == 0)  # the others have none
+
+
+@on(2, 3)
+def a_process_keeps_what_is_estimated():
+    names = {
+        "madgrad": "MADGRAD compact",
+        "no-momentum": "MADGRAD compact, momentum 0",
+        "bfloat16": "MADGRAD compact",
+        "mirror": "MirrorMADGRAD compact",
+    }
+    for setting, name in names.items():
+        sharded, optimizer = build(setting, shard=True)
+        advance(sharded, optimizer, 0, 1)
+        tensors = [t for state in optimizer.state.values() for t in state.values()]
+        held = sum(sharding.local(tensor).nbytes for tensor in tensors)
+        estimates = {
+            "whole": memory.estimate(build(setting, shard=False)[0], gpus=dist.get_world_size()),
+            "own": memory.estimate(sharded),
+        }
+        kept = {
+            key: next(row.state for row in estimate.rows if row.optimizer == name)
+            for key, estimate in estimates.items()
+        }
+        assert held == kept["own"]
+        if dist.get_rank() == 0:  # which has the most rows of each
+            assert held == kept["whole"]
+    with pytest.raises(ValueError, match=r"gpus=2 with a module whose all\.0 is sharded"):
+        memory.estimate(sharded, gpus=2)
 
 
 @on(2, 3)

@@ -121,7 +121,7 @@ def _state(
     if held.is_coded:
         _check_blocks(key, param)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
-    state |= held.fresh(param.detach(), layout.counts_on_device(group, fused=False))
+    state |= held.unfilled(param.detach(), layout.counts_on_device(group, fused=False))
     state["step"].copy_(step)
     for name in held.buffers:
         what = f"{name} of parameter {key!r}"

@@ -5,7 +5,7 @@ which one starts as a copy of the parameter. Other rooms pass it along with the 
 so another form of the state is another layout.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,14 @@ class Layout(NamedTuple):
         }
         state = {"step": counter(param, count_on_device), **zeros, **self.started(param)}
         return {name: state[name] for name in ("step", *self.buffers)}
+
+    def unfilled(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
+        """The state with room for values that are to be loaded."""
+        dtype, form = state_dtype(param), torch.preserve_format
+        room = {
+            name: torch.empty_like(param, dtype=dtype, memory_format=form) for name in self.buffers
+        }
+        return {"step": counter(param, count_on_device), **room}
 
     def started(self, param: Tensor) -> dict[str, Tensor]:
         """The buffers that hold the parameter's value before the first step."""
@@ -92,12 +100,21 @@ class CodedLayout(Layout):
         state |= self.zeros(param, set(self.buffers) - set(state))
         return {name: state[name] for name in ("step", *self.buffers)}
 
+    def unfilled(self, param: Tensor, count_on_device: bool) -> dict[str, Tensor]:
+        room = self._made(torch.empty, param, self.buffers)
+        return {"step": counter(param, count_on_device), **room}
+
     def zeros(self, param: Tensor, names: Container[str]) -> dict[str, Tensor]:
         """Some of the buffers, placed as their parameter is."""
+        return self._made(torch.zeros, param, names)
+
+    def _made(
+        self, make: Callable[..., Tensor], param: Tensor, names: Container[str]
+    ) -> dict[str, Tensor]:
         shard = as_real(sharding.local(param.detach()))
         forms = zip(self.buffers, self.forms(shard), strict=True)
         return {
-            name: self._placed(name, torch.zeros(shape, dtype=dtype, device=shard.device), param)
+            name: self._placed(name, make(shape, dtype=dtype, device=shard.device), param)
             for name, (shape, dtype) in forms
             if name in names
         }

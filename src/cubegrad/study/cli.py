@@ -1,4 +1,4 @@
-"""The command `cubegrad`: problems, train, sweep, report, compare."""
+"""The command `cubegrad`: problems, train, sweep, report, compare, memory."""
 
 import argparse
 import contextlib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import cubegrad
+from cubegrad import memory
 from cubegrad.study.problem import StudyError
 
 LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
@@ -41,7 +42,15 @@ def parser() -> argparse.ArgumentParser:
     )
     report = commands.add_parser("report", help="tables, plots, one page")
     report.add_argument("runs", type=Path, metavar="RUNS_DIR", help="the --out of a sweep")
+    _memory(commands.add_parser("memory", help="what a training run keeps, by optimizer"))
     return main
+
+
+def _memory(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--params", type=_number, required=True, metavar="N", help="number of parameters, as 7e9")
+    add("--dtype", default="float32", help="of the weights: bf16, fp16, float32 (%(default)s)")
+    add("--gpus", type=_count, default=1, metavar="N", help="that FSDP shards over (%(default)s)")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +156,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} must be a number >= 1; use 7e9") from None
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -211,11 +227,22 @@ def _stoppable() -> Iterator[None]:
             signal.signal(n, before[n])
 
 
+def _print_memory(options: argparse.Namespace) -> None:
+    try:
+        result = memory.estimate(options.params, options.dtype, options.gpus)
+    except ValueError as error:
+        raise StudyError(str(error)) from None
+    sys.stdout.write(f"{memory.table(result)}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
     options.words = words
     try:
+        if options.command == "memory":  # needs no extra
+            _print_memory(options)
+            return 0
         try:
             from cubegrad.study import commands
         except ImportError as error:
