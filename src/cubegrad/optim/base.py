@@ -15,7 +15,8 @@ from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
 from cubegrad.optim import auto, compiled, inputs
 from cubegrad.optim.auto import Estimate
-from cubegrad.optim.release import GradientRelease, refuse_scaler
+from cubegrad.optim.release import GradientRelease
+from cubegrad.optim.release_checks import refuse_scaler
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.step import step_groups
 from cubegrad.state import checkpoint, state_dicts

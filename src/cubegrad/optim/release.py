@@ -4,22 +4,20 @@ A hook on each parameter steps it during the backward pass and frees its gradien
 are held until step(), which updates their parameters together and ends the pass.
 """
 
-import gc
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cubegrad import options, sharding
-from cubegrad.backends.batch import capturing
-from cubegrad.optim import auto, step
+from cubegrad.optim import auto, release_checks, step
 from cubegrad.optim.first_estimate import coordinates
+from cubegrad.optim.release_checks import Held
 from cubegrad.optim.repeat import Prepared
 from cubegrad.options import Hyper
 from cubegrad.state import layout
@@ -45,14 +43,6 @@ class Slot:
         self.entries: Any = None  # the parameter's state when that step was prepared
 
 
-class Held(NamedTuple):
-    """A gradient that waits for step(), and how often it had been written to."""
-
-    param: Tensor
-    grad: Tensor
-    version: int
-
-
 class GradientRelease:
     """What `optimizer.release_gradients()` returns; `remove()` goes back to ordinary steps."""
 
@@ -62,8 +52,8 @@ class GradientRelease:
         self._slots: dict[int, Slot] = {}  # by the id of the parameter
         self._wrappers_checked = False
         self.forget_pass()
-        _refuse_options(optimizer)
-        _refuse_wrappers(optimizer.param_groups)
+        release_checks.refuse_options(optimizer)
+        release_checks.refuse_wrappers(optimizer.param_groups)
         _refuse_other_owners(optimizer.param_groups)
         self._add_hooks(optimizer)
 
@@ -124,9 +114,9 @@ class GradientRelease:
         param.grad = None
 
     def _begin_pass(self, optimizer: "BaseOptimizer") -> None:
-        _refuse_options(optimizer)
+        release_checks.refuse_options(optimizer)
         if not self._wrappers_checked:
-            _refuse_wrappers(optimizer.param_groups)
+            release_checks.refuse_wrappers(optimizer.param_groups)
             self._wrappers_checked = True
         self._add_hooks(optimizer)
         groups = optimizer.param_groups
@@ -158,8 +148,8 @@ class GradientRelease:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish_step(self, optimizer: "BaseOptimizer") -> None:
         """Step the parameters that still have a gradient, and end the pass."""
-        _refuse_options(optimizer)
-        _refuse_changed(self._held.values())
+        release_checks.refuse_options(optimizer)
+        release_checks.refuse_changed(self._held.values())
         groups, hypers = optimizer.param_groups, self._hypers
         if hypers is None:  # no gradient has come, or all are held
             step.step_groups(optimizer)
@@ -251,48 +241,6 @@ def _has_estimate(groups: Sequence[Group]) -> bool:
     return not all(math.isnan(auto.lr_of(group["estimate"])) for group in groups)
 
 
-def _refuse_options(optimizer: "BaseOptimizer") -> None:
-    if any(group["differentiable"] for group in optimizer.param_groups):
-        raise RuntimeError(
-            "differentiable=True keeps the graph of a step, and release_gradients() steps while "
-            "backward() uses it up; set differentiable=False"
-        )
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None):
-        refuse_scaler()
-    if capturing():
-        raise RuntimeError(
-            "backward() or step() is being captured in a CUDA graph, which keeps the memory of all "
-            "gradients, so release_gradients() would save nothing; use ordinary steps"
-        )
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "backward() is being traced by torch.compile, and release_gradients() steps outside of "
-            "compiled code; do not enable compiled autograd"
-        )
-
-
-def refuse_scaler() -> None:
-    raise RuntimeError(
-        "a GradScaler decides after backward() whether to step, and with release_gradients() "
-        "parameters step during backward(), with the scaled gradients: load the weights again. "
-        "Train in bfloat16, which needs no GradScaler, or use ordinary steps: handle.remove()"
-    )
-
-
-def _refuse_changed(held: Iterable[Held]) -> None:
-    for param, grad, version in held:
-        now = param.grad
-        if now is None:
-            continue  # dropped by zero_grad
-        if now is not grad or sharding.local(now)._version != version:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} was changed after backward(), and with "
-                "release_gradients() most parameters have been stepped by then. Gradients must be "
-                "changed during backward(): clip each with param.register_hook(function), or use "
-                "ordinary steps: handle.remove(). zero_grad() drops those that are left"
-            )
-
-
 def _refuse_other_owners(groups: Sequence[Group]) -> None:
     for group in groups:
         for index, param in enumerate(group["params"]):
@@ -305,21 +253,3 @@ def _refuse_other_owners(groups: Sequence[Group]) -> None:
                             "another optimizer already; call remove() on the handle that its "
                             "release_gradients() returned"
                         )
-
-
-def _refuse_wrappers(groups: Sequence[Group]) -> None:
-    """DDP and FSDP1 reduce gradients over the processes after the hooks have run."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    kinds: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        kinds += (fsdp.FullyShardedDataParallel,)
-    own = {id(param) for group in groups for param in group["params"]}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), kinds) and any(id(p) in own for p in thing.parameters()):
-            raise RuntimeError(
-                f"the model is in {type(thing).__name__}, which sums gradients over the processes "
-                "after they have been stepped; release_gradients() works with fully_shard "
-                "(FSDP2): use it, or ordinary steps"
-            )
