@@ -1,0 +1,379 @@
+"""Gradient release: parameters step during backward(), with the result of an ordinary step."""
+
+import copy
+import gc
+import weakref
+
+import cases
+import pytest
+import released_runs
+import torch
+from cases import each_class, each_fast_backend, each_method
+from released_runs import Net, assert_same, decaying, loss_of, pair, params_of, train, two_groups
+from short_runs import ones, through_a_file, through_pickle
+from torch import nn
+
+from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad.optim import release
+
+each_form = pytest.mark.parametrize("compact", [False, True], ids=["sums", "compact"])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _small_line(monkeypatch):
+    monkeypatch.setattr(release, "HELD_BYTES", released_runs.HELD_BYTES)
+
+
+def build(method, backend, **options):
+    return lambda model: method.optimizer(two_groups(model), **options, **backend.flags)
+
+
+@each_dtype
+@each_form
+@each_method
+@each_fast_backend
+def test_the_result_is_that_of_ordinary_steps(backend, method, compact, dtype):
+    """With a rate that starts at 0 and changes at every step, decay, two groups, tied weights."""
+    one, other = pair(build(method, backend, compact=compact), dtype, backend.device)
+    for run in (one, other):
+        train(*run, scheduler=decaying(run[1]))
+    assert_same(one, other)
+
+
+@each_form
+@each_method
+@pytest.mark.parametrize("name", sorted(cases.OPTIONS))
+def test_every_option_gives_the_result_of_ordinary_steps(name, method, compact):
+    options = {"lr": 1e-2, **cases.OPTIONS[name]}
+    one, other = pair(lambda model: method.optimizer(model.parameters(), compact=compact, **options))
+    for run in (one, other):
+        train(*run)
+    assert_same(one, other)
+
+
+@each_form
+@each_class
+def test_options_may_change_between_steps(cls, compact):
+    def change(k, optimizer):
+        group = optimizer.param_groups[0]
+        changes = {
+            2: {"momentum": 0.0},
+            4: {"eps": 1e-3},
+            5: {"momentum": 0.5},
+            6: {"eps": 1e-4, "maximize": True},
+            7: {"foreach": True},
+            9: {"foreach": None, "compact": not compact},
+        }
+        group.update(changes.get(k, {}))
+
+    one, other = pair(lambda model: cls(model.parameters(), momentum=0.0, compact=compact))
+    for run in (one, other):
+        train(*run, steps=range(12), change=change)
+    assert_same(one, other)
+
+
+@each_form
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, compact):
+    one, other = pair(lambda model: MADGRAD(two_groups(model), compact=compact))
+    for run in (one, other):
+        train(*run, reentrant=reentrant)
+    assert_same(one, other)
+
+
+def test_a_parameter_in_two_reentrant_checkpoints_is_refused():
+    model = Net()
+    optimizer = MADGRAD(model.parameters())
+    optimizer.release_gradients()
+    x = torch.randn(4, released_runs.WIDTH, requires_grad=True)
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(model.last, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        x.sum().backward()
+
+
+@each_form
+def test_gradients_are_freed_as_soon_as_they_have_been_used(compact):
+    """When a gradient comes, that of no parameter stepped before is alive."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = MADGRAD(model.parameters(), compact=compact)
+    alive, most = [], []
+
+    def count(param):
+        alive.append(weakref.ref(param.grad))
+        most.append(sum(p.grad is not None and p.ndim > 1 for p in model.parameters()))
+        assert sum(ref() is not None and ref().ndim > 1 for ref in alive) == most[-1]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(count)
+    optimizer.release_gradients()
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        assert max(most) == 1
+        left = [p for p in model.parameters() if p.grad is not None]
+        assert [tuple(p.shape) for p in left] == [(64,)] * 6
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+        assert all(ref() is None for ref in alive)
+
+
+def test_small_parameters_are_stepped_in_one_launch(monkeypatch):
+    monkeypatch.undo()  # the real line
+    params = [ones(n) for n in (2**16, 2**16 - 1, 5)]
+    optimizer = MADGRAD(params, lr=0.1)
+    optimizer.release_gradients()
+    backend = optimizer._backend(optimizer.param_groups[0])
+    launched = []
+
+    class Counting:
+        FUSED, checked = True, staticmethod(backend.checked)
+
+        @staticmethod
+        def step(batch, h):
+            launched.append([row.param.numel() for row in batch.rows])
+            return backend.step(batch, h)
+
+    optimizer._backend = lambda _: Counting
+    sum(p.sum() for p in params).backward()
+    assert launched == [[2**16]]
+    optimizer.step()
+    assert launched == [[2**16], [2**16 - 1, 5]]
+
+
+def test_a_small_view_of_a_large_buffer_is_not_held():
+    """Else it would keep the gradients of a whole layer alive, as FSDP2 lays them out."""
+    buffer, params = torch.ones(1000), [ones(10), ones(10)]
+    optimizer = MADGRAD(params)
+    optimizer.release_gradients()
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            return a.sum() + b.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return buffer[:10], torch.ones(10)
+
+    Both.apply(*params).backward()
+    assert [p.grad is None for p in params] == [True, False]
+
+
+def test_repeated_steps_are_prepared():
+    _, (model, optimizer) = pair(lambda model: MADGRAD(model.parameters(), fused=True))
+    train(model, optimizer, steps=range(3))
+    slot = optimizer._release._slots[id(model.last.weight)]
+    prepared = slot.prepared, optimizer._repeats.prepared[0]
+    assert None not in prepared
+    train(model, optimizer, steps=range(3, 6))
+    assert (slot.prepared, optimizer._repeats.prepared[0]) == prepared
+
+
+def test_a_prepared_step_follows_what_moves():
+    def change(k, optimizer):
+        param = params_of(optimizer)[0]
+        if k == 3:
+            param.data = param.data.clone()
+        if k == 4:
+            optimizer.state[param]["grad_sum"] = optimizer.state[param]["grad_sum"] * 2
+        if k == 5:
+            del optimizer.state[param]
+        if k == 6:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    one, other = pair(lambda model: MADGRAD(model.parameters()))
+    for run in (one, other):
+        train(*run, steps=range(9), change=change)
+    assert_same(one, other)
+
+
+@each_form
+@each_class
+def test_late_groups_and_unfrozen_parameters(cls, compact):
+    runs = pair(lambda model: cls(model.last.parameters(), compact=compact))
+    for model, optimizer in runs:
+        train(model, optimizer, range(3))
+        optimizer.add_param_group({"params": list(model.twice.parameters()), "lr": 0.02})
+        optimizer.add_param_group({"params": list(model.frozen.parameters())})
+        train(model, optimizer, range(3, 5))
+        model.frozen.requires_grad_(True)
+        train(model, optimizer, range(5, 8))
+    for (name, p), q in zip(runs[0][0].named_parameters(), runs[1][0].parameters(), strict=True):
+        assert cases.same_bits(p.detach(), q.detach()), name
+    model, optimizer = runs[1]
+    loss_of(model, 8).backward()
+    assert model.frozen.weight.grad is None
+    assert model.twice.weight.grad is None
+    assert model.norm.weight.grad is not None  # nobody's
+    with pytest.raises(RuntimeError, match="call step\\(\\) first"):
+        optimizer.add_param_group({"params": list(model.norm.parameters())})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_a_parameter_that_leaves_its_group_is_not_stepped():
+    model = Net()
+    optimizer = MADGRAD(two_groups(model))
+    optimizer.release_gradients()
+    train(model, optimizer, range(2))
+    del optimizer.param_groups[0]
+    with cases.no_change(*(p for p in model.parameters() if p.ndim > 1)):
+        train(model, optimizer, range(2, 4))
+    assert model.last.weight.grad is not None
+
+
+@each_form
+def test_resume_in_the_middle(compact):
+    one, other = pair(lambda model: MADGRAD(two_groups(model), compact=compact))
+    train(*one)
+    train(*other, steps=range(4))
+    model, saved = Net(), through_a_file(other[1].state_dict())
+    model.load_state_dict(other[0].state_dict())
+    optimizer = MADGRAD(two_groups(model), compact=compact)
+    optimizer.release_gradients()
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, steps=range(4, 8))
+    assert_same(one, (model, optimizer))
+    loss_of(model, 9).backward()
+    model.load_state_dict(other[0].state_dict())
+    optimizer.load_state_dict(saved)  # also in the middle of a step: back to step 4
+    optimizer.zero_grad()
+    train(model, optimizer, steps=range(4, 8))
+    assert_same(one, (model, optimizer))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_a_copy_makes_ordinary_steps(copied):
+    one, other = pair(lambda model: MADGRAD(model.parameters()))
+    train(*other, steps=range(4))
+    model, optimizer = copied(other)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    loss_of(model, 4).backward()
+    assert all(p.grad is not None for p in model.last.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.release_gradients()
+    for run in ((model, optimizer), other):
+        train(*run, steps=range(4 if run is other else 5, 8))
+    train(*one)
+    assert_same(one, other)
+    assert_same(one, (model, optimizer))
+
+
+def test_remove_goes_back_to_ordinary_steps():
+    one, other = pair(lambda model: MADGRAD(model.parameters()))
+    train(*one)
+    model, optimizer = other
+    train(model, optimizer, steps=range(3))
+    handle = optimizer._release
+    loss_of(model, 3).backward()
+    with pytest.raises(RuntimeError, match="call step\\(\\) first"):
+        handle.remove()
+    optimizer.step()
+    handle.remove()
+    handle.remove()
+    loss_of(model, 4).backward()
+    assert model.last.weight.grad is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.release_gradients()
+    train(model, optimizer, steps=range(5, 8))
+    assert_same(one, other)
+
+
+def test_a_dropped_optimizer_steps_no_more_and_is_freed():
+    model = Net()
+    optimizer = MADGRAD(model.parameters())
+    handle = optimizer.release_gradients()
+    train(model, optimizer, range(2))
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+    with cases.no_change(*model.parameters()):
+        loss_of(model, 2).backward()
+    assert model.last.weight.grad is not None
+    MADGRAD(model.parameters()).release_gradients()
+    handle.remove()
+
+
+def test_a_closure_runs_backward_inside_step():
+    one, other = pair(lambda model: MADGRAD(model.parameters()))
+    for model, optimizer in (one, other):
+        for k in range(4):
+
+            def closure(model=model, optimizer=optimizer, k=k):
+                optimizer.zero_grad()
+                loss = loss_of(model, k)
+                loss.backward()
+                return loss
+
+            with torch.no_grad():
+                assert optimizer.step(closure) > 0
+    for (name, p), q in zip(one[0].named_parameters(), other[0].parameters(), strict=True):
+        assert cases.same_bits(p.detach(), q.detach()), name
+
+
+def test_step_hooks_and_schedulers_see_every_step():
+    model = Net()
+    optimizer = MADGRAD(model.parameters())
+    optimizer.release_gradients()
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(model, optimizer, range(3), decaying(optimizer))  # warnings are errors
+    assert seen == ["before", "after"] * 3
+
+
+def test_gradients_that_no_hook_has_seen_are_stepped_by_step():
+    one, other = pair(lambda model: MADGRAD(model.parameters()))
+    for model, optimizer in (one, other):
+        for k in range(3):
+            model.unused.weight.grad = cases.randn((64, 64), torch.float32, k)
+            if k:
+                loss_of(model, k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(one, other)
+
+
+def test_create_graph():
+    """Hooks then run with gradients enabled."""
+    one, other = ([ones(4, 80)] for _ in range(2))
+    for params in (one, other):
+        optimizer = MADGRAD(params, lr=0.1)
+        if params is other:
+            optimizer.release_gradients()
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(params[0].pow(3).sum(), params, create_graph=True)
+            (params[0].square().sum() + slope.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert cases.same_bits(one[0].detach(), other[0].detach())
+
+
+def test_sparse_gradients():
+    tables = [nn.Embedding(50, 8, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    optimizers = [MADGRAD(table.parameters(), momentum=0.0) for table in tables]
+    optimizers[1].release_gradients()
+    for k in range(4):
+        for table, optimizer in zip(tables, optimizers, strict=True):
+            table(torch.tensor([k, 3, 3])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert cases.same_bits(tables[0].weight.detach(), tables[1].weight.detach())
+    late = MADGRAD(tables[0].parameters(), momentum=0.9)
+    late.release_gradients()
+    with (
+        cases.no_change(tables[0].weight),
+        pytest.raises(RuntimeError, match="momentum=0.9 moves every row"),
+    ):
+        tables[0](torch.tensor([1])).sum().backward()
+
+
+def test_mirror_is_released_too():
+    assert isinstance(MirrorMADGRAD([ones(3)]).release_gradients(), release.GradientRelease)
