@@ -17,7 +17,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.optim import auto, release_checks, step
 from cubegrad.optim.first_estimate import coordinates
-from cubegrad.optim.release_checks import Held
+from cubegrad.optim.release_checks import Held, version_of
 from cubegrad.optim.repeat import Prepared
 from cubegrad.options import Hyper
 from cubegrad.state import layout
@@ -105,9 +105,14 @@ class GradientRelease:
         if key in self._stepped or key in self._held:
             self._refuse_second_gradient(optimizer, param, slot)
         hypers, grad = self._hypers, param.grad
-        assert grad is not None
-        if hypers is None or _keeps_little(grad) or self._is_on_other_stream():
-            self._held[key] = Held(param, grad, sharding.local(grad)._version)
+        assert grad is not None  # it has just come
+        hold = hypers is None or _keeps_little(grad) or self._is_on_other_stream()
+        if not hold and not self._held and _is_small_view(grad):
+            # step() sees by what it holds whether gradients were changed after backward().
+            param.grad = grad = grad.clone()
+            hold = True
+        if hold:
+            self._held[key] = Held(param, grad, version_of(grad))
             return
         self._step_now(optimizer, slot, hypers[slot.group])
         self._stepped.add(key)
@@ -216,6 +221,13 @@ class GradientRelease:
 
 def _on_gradient(reference: "weakref.ref[GradientRelease]", param: Tensor) -> None:
     """The hook."""
+    if torch.compiler.is_compiling():  # compiled autograd traces hooks
+        _take_untraced(reference, param)
+    else:
+        _take(reference, param)
+
+
+def _take(reference: "weakref.ref[GradientRelease]", param: Tensor) -> None:
     release = reference()
     optimizer = None if release is None else release._optimizer()
     if release is None or optimizer is None:
@@ -228,6 +240,11 @@ def _on_gradient(reference: "weakref.ref[GradientRelease]", param: Tensor) -> No
             release.take_gradient(optimizer, param)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _take_untraced(reference: "weakref.ref[GradientRelease]", param: Tensor) -> None:
+    _take(reference, param)
+
+
 def _keeps_little(grad: Tensor) -> bool:
     """Whether so little memory stays alive with this gradient that it can wait for step().
 
@@ -235,6 +252,11 @@ def _keeps_little(grad: Tensor) -> bool:
     """
     grad = sharding.local(grad)
     return not grad.is_sparse and grad.untyped_storage().nbytes() < HELD_BYTES
+
+
+def _is_small_view(grad: Tensor) -> bool:
+    grad = sharding.local(grad)
+    return not grad.is_sparse and grad.nbytes < HELD_BYTES
 
 
 def _has_estimate(groups: Sequence[Group]) -> bool:

@@ -25,23 +25,23 @@ class Held(NamedTuple):
     version: int
 
 
+def version_of(grad: Tensor) -> int:
+    """Grows when the gradient is written to, also by way of its shard."""
+    return grad._version + sharding.local(grad)._version
+
+
 def refuse_options(optimizer: "BaseOptimizer") -> None:
     if any(group["differentiable"] for group in optimizer.param_groups):
         raise RuntimeError(
             "differentiable=True keeps the graph of a step, and release_gradients() steps while "
             "backward() uses it up; set differentiable=False"
         )
-    if getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None):
+    if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         refuse_scaler()
     if capturing():
         raise RuntimeError(
             "backward() or step() is being captured in a CUDA graph, which keeps the memory of all "
             "gradients, so release_gradients() would save nothing; use ordinary steps"
-        )
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "backward() is being traced by torch.compile, and release_gradients() steps outside of "
-            "compiled code; do not enable compiled autograd"
         )
 
 
@@ -58,7 +58,7 @@ def refuse_changed(held: Iterable[Held]) -> None:
         now = param.grad
         if now is None:
             continue  # dropped by zero_grad
-        if now is not grad or sharding.local(now)._version != version:
+        if now is not grad or version_of(now) != version:
             raise RuntimeError(
                 f"a gradient of shape {tuple(grad.shape)} was changed after backward(), and with "
                 "release_gradients() most parameters have been stepped by then. Gradients must be "
