@@ -142,11 +142,8 @@ def test_small_parameters_are_stepped_in_one_launch(monkeypatch):
 
 
 def test_a_small_view_of_a_large_buffer_is_not_held():
-    """Else it would keep the gradients of a whole layer alive, as FSDP2 lays them out.
-
-    The first one is held as a copy, by which step() sees whether gradients were changed.
-    """
-    buffer, params = torch.ones(1000), [ones(10), ones(10), ones(10)]
+    """Else it would keep the gradients of a whole layer alive, as FSDP2 lays them out."""
+    buffer, params = torch.ones(1000), [ones(10), ones(10)]
     optimizer = MADGRAD(params)
     optimizer.release_gradients()
 
@@ -157,14 +154,11 @@ def test_a_small_view_of_a_large_buffer_is_not_held():
 
         @staticmethod
         def backward(ctx, _):
-            return buffer[:10], buffer[10:20], torch.ones(10)
+            return buffer[:10], torch.ones(10)
 
     Views.apply(*params).backward()
-    assert sum(p.grad is None for p in params) == 1
-    for param in params:
-        assert param.grad is None or param.grad.untyped_storage().nbytes() == 40
+    assert [p.grad is None for p in params] == [True, False]
     optimizer.step()
-    assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 1]
     assert cases.same_bits(params[0].detach(), params[1].detach())
 
 

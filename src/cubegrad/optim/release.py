@@ -106,12 +106,7 @@ class GradientRelease:
             self._refuse_second_gradient(optimizer, param, slot)
         hypers, grad = self._hypers, param.grad
         assert grad is not None  # it has just come
-        hold = hypers is None or _keeps_little(grad) or self._is_on_other_stream()
-        if not hold and not self._held and _is_small_view(grad):
-            # step() sees by what it holds whether gradients were changed after backward().
-            param.grad = grad = grad.clone()
-            hold = True
-        if hold:
+        if hypers is None or _keeps_little(grad) or self._is_on_other_stream():
             self._held[key] = Held(param, grad, version_of(grad))
             return
         self._step_now(optimizer, slot, hypers[slot.group])
@@ -252,11 +247,6 @@ def _keeps_little(grad: Tensor) -> bool:
     """
     grad = sharding.local(grad)
     return not grad.is_sparse and grad.untyped_storage().nbytes() < HELD_BYTES
-
-
-def _is_small_view(grad: Tensor) -> bool:
-    grad = sharding.local(grad)
-    return not grad.is_sparse and grad.nbytes < HELD_BYTES
 
 
 def _has_estimate(groups: Sequence[Group]) -> bool:

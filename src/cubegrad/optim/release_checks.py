@@ -26,7 +26,10 @@ class Held(NamedTuple):
 
 
 def version_of(grad: Tensor) -> int:
-    """Grows when the gradient is written to, also by way of its shard."""
+    """Grows when the gradient is written to, also by way of its shard.
+
+    Not by torch's operations on lists of DTensors (2.13), so not by clip_grad_norm_ under FSDP2.
+    """
     return grad._version + sharding.local(grad)._version
 
 
