@@ -46,7 +46,9 @@ def test_the_result_is_that_of_ordinary_steps(backend, method, compact, dtype):
 @pytest.mark.parametrize("name", sorted(cases.OPTIONS))
 def test_every_option_gives_the_result_of_ordinary_steps(name, method, compact):
     options = {"lr": 1e-2, **cases.OPTIONS[name]}
-    one, other = pair(lambda model: method.optimizer(model.parameters(), compact=compact, **options))
+    one, other = pair(
+        lambda model: method.optimizer(model.parameters(), compact=compact, **options)
+    )
     for run in (one, other):
         train(*run)
     assert_same(one, other)
@@ -149,11 +151,11 @@ def test_a_small_view_of_a_large_buffer_is_not_held():
 
     class Views(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *params):
+        def forward(_, *params):
             return sum(param.sum() for param in params)
 
         @staticmethod
-        def backward(ctx, _):
+        def backward(*_):
             return buffer[:10], torch.ones(10)
 
     Views.apply(*params).backward()
@@ -208,7 +210,7 @@ def test_late_groups_and_unfrozen_parameters(cls, compact):
     assert model.frozen.weight.grad is None
     assert model.twice.weight.grad is None
     assert model.norm.weight.grad is not None  # nobody's
-    with pytest.raises(RuntimeError, match="call step\\(\\) first"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
         optimizer.add_param_group({"params": list(model.norm.parameters())})
     assert len(optimizer.param_groups) == 3
 
@@ -269,7 +271,7 @@ def test_remove_goes_back_to_ordinary_steps():
     train(model, optimizer, steps=range(3))
     handle = optimizer._release
     loss_of(model, 3).backward()
-    with pytest.raises(RuntimeError, match="call step\\(\\) first"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
         handle.remove()
     optimizer.step()
     handle.remove()
@@ -372,7 +374,7 @@ def test_sparse_gradients():
     late.release_gradients()
     with (
         cases.no_change(tables[0].weight),
-        pytest.raises(RuntimeError, match="momentum=0.9 moves every row"),
+        pytest.raises(RuntimeError, match=r"momentum=0.9 moves every row"),
     ):
         tables[0](torch.tensor([1])).sum().backward()
 

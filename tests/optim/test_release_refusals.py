@@ -27,7 +27,7 @@ def released(**options):
 def test_twice():
     _, optimizer = released()
     before = optimizer._release
-    with pytest.raises(RuntimeError, match="called already.*call it once"):
+    with pytest.raises(RuntimeError, match=r"called already.*call it once"):
         optimizer.release_gradients()
     assert optimizer._release is before
 
@@ -98,7 +98,7 @@ def test_a_graph_that_is_used_twice():
     model, optimizer = released()
     loss = loss_of(model, 0)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second gradient|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"second gradient|modified by an inplace operation"):
         loss.backward()
     optimizer.zero_grad()
     optimizer.step()
@@ -156,7 +156,7 @@ def test_a_grad_scaler(fused, unscale):
         scaler.unscale_(optimizer)
     with (
         cases.no_change(*model.parameters()),
-        pytest.raises(RuntimeError, match="GradScaler .* bfloat16"),
+        pytest.raises(RuntimeError, match=r"GradScaler .* bfloat16"),
     ):
         scaler.step(optimizer)
 
@@ -198,7 +198,7 @@ def test_gradients_changed_after_backward(change):
     change(model)
     with (
         cases.no_change(*model.parameters()),
-        pytest.raises(RuntimeError, match="changed after backward.*register_hook"),
+        pytest.raises(RuntimeError, match=r"changed after backward.*register_hook"),
     ):
         optimizer.step()
 
@@ -209,7 +209,7 @@ def test_a_gradient_that_comes_after_its_step():
     model.last.weight.grad = torch.ones(64, 64)
     with (
         cases.no_change(*model.parameters()),
-        pytest.raises(RuntimeError, match="got another gradient.*zero_grad"),
+        pytest.raises(RuntimeError, match=r"got another gradient.*zero_grad"),
     ):
         optimizer.step()
     optimizer.zero_grad()
@@ -230,9 +230,9 @@ def test_a_cuda_graph(monkeypatch):
     model, optimizer = released(capturable=True)
     monkeypatch.setattr(release_checks, "capturing", lambda: True)
     with cases.no_change(*model.parameters()):
-        with pytest.raises(RuntimeError, match="captured in a CUDA graph.*ordinary steps"):
+        with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*ordinary steps"):
             loss_of(model, 0).backward()
-        with pytest.raises(RuntimeError, match="captured in a CUDA graph.*ordinary steps"):
+        with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*ordinary steps"):
             optimizer.step()
 
 

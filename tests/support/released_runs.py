@@ -6,8 +6,8 @@ from typing import Any
 
 import cases
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64  # its square is just enough for codes
@@ -37,13 +37,13 @@ class Net(nn.Module):
             x = self.middle(x)
         else:
             x = checkpoint(self.middle, x, use_reentrant=reentrant)
-        return F.linear(torch.tanh(self.last(x)), self.embedding.weight)
+        return functional.linear(torch.tanh(self.last(x)), self.embedding.weight)
 
 
 def loss_of(model: nn.Module, k: int, reentrant: bool | None = None) -> Tensor:
     device = next(model.parameters()).device
     tokens = torch.randint(WIDTH, (16,), generator=torch.Generator().manual_seed(k)).to(device)
-    return F.cross_entropy(model(tokens, reentrant).float(), tokens.roll(1))
+    return functional.cross_entropy(model(tokens, reentrant).float(), tokens.roll(1))
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

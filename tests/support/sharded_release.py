@@ -150,6 +150,6 @@ def wrappers_that_reduce_after_the_hooks_are_refused():
     late = DistributedDataParallel(plain)
     with (
         cases.no_change(*plain.parameters()),
-        pytest.raises(RuntimeError, match="DistributedDataParallel.*fully_shard"),
+        pytest.raises(RuntimeError, match=r"DistributedDataParallel.*fully_shard"),
     ):
         late(batch(0)).sum().backward()
