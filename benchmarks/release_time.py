@@ -5,11 +5,13 @@
 One backward pass hands a ready gradient to each parameter, so that its time is that of autograd
 and of the steps. That of autograd alone, with a hook that only frees the gradient, is subtracted.
 Adam is torch's recipe: an optimizer for each parameter, stepped and zeroed in a hook. Each
-contender takes turns with it, and a ratio is the median over the turns. Wall clock, from an idle
-device to an idle device. On a busy machine use --threads 1: threads wait for those without a core.
+contender takes turns with it, and a ratio is the median over the turns. Times are wall clock, from
+an idle device to an idle device; with --threads 1 on a CPU they are processor time, which other
+work on the machine hardly changes.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from math import prod
 from operator import truediv
@@ -120,7 +122,12 @@ class Run:
             root.backward()
             self.finish()
 
-        self.seconds.append(timed(work, root.device))
+        if root.is_cpu and torch.get_num_threads() == 1:
+            start = time.thread_time()
+            work()
+            self.seconds.append(time.thread_time() - start)
+        else:
+            self.seconds.append(timed(work, root.device))
 
 
 def measure(name: str, shapes: list[Shape], where: dict[str, Any], turns: int) -> dict[str, Any]:

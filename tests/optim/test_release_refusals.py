@@ -251,6 +251,22 @@ def test_a_step_that_raises_leaves_its_parameter_alone():
     assert optimizer.state[model.last.weight]["step"] == 1
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_messages_name_the_parameter(is_named):
+    """Whether it is refused during backward or in step()."""
+    params = {"a": ones(3), "large": ones(400), "small": ones(5)}
+    optimizer = MADGRAD(params.items() if is_named else params.values())
+    optimizer.release_gradients()
+    optimizer.state[params["large"]] = {"step": torch.tensor(1.0)}
+    optimizer.state[params["small"]] = {"step": torch.tensor(1.0)}
+    with pytest.raises(ValueError, match="state of large" if is_named else r"of params\[1\] is"):
+        params["large"].sum().backward()
+    optimizer.zero_grad()
+    (params["a"].sum() + params["small"].sum()).backward()
+    with pytest.raises(ValueError, match="state of small" if is_named else r"of params\[2\] is"):
+        optimizer.step()
+
+
 def test_decay_beyond_its_limit():
     model, optimizer = released(weight_decay=1.0, decoupled_weight_decay=True)
     optimizer.param_groups[0]["lr"] = 2.0

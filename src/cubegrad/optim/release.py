@@ -37,7 +37,7 @@ class Slot:
 
     def __init__(self, param: Tensor) -> None:
         self.params = [param]
-        self.group = 0  # index of its group
+        self.group = self.index = 0  # where it is: the index of its group, and that within it
         self.hook: Any = None
         self.prepared: Prepared | None = None
         self.entries: Any = None  # the parameter's state when that step was prepared
@@ -82,10 +82,10 @@ class GradientRelease:
     def _add_hooks(self, optimizer: "BaseOptimizer") -> None:
         """Follow the optimizer's groups, which may have got, lost or unfrozen parameters."""
         known, self._slots = self._slots, {}
-        for index, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
                 slot = known.pop(id(param), None) or Slot(param)
-                slot.group = index
+                slot.group, slot.index = number, index
                 if slot.hook is None and param.requires_grad:
                     hook = partial(_on_gradient, weakref.ref(self))
                     slot.hook = param.register_post_accumulate_grad_hook(hook)
@@ -135,12 +135,14 @@ class GradientRelease:
     def _step_now(self, optimizer: "BaseOptimizer", slot: Slot, h: Hyper) -> None:
         """`step_groups` for one parameter."""
         (param,), state = slot.params, optimizer.state
-        group = {**optimizer.param_groups[slot.group], "params": slot.params}
+        whole = optimizer.param_groups[slot.group]
+        group = {**whole, "params": slot.params}
         if slot.prepared is not None and state.get(param) is slot.entries:
             tables = slot.prepared.tables(group)
             if tables is not None:
                 step.run_again(slot.prepared, tables, h)
                 return
+        group["param_names"] = [options.name_of(whole, slot.index)]  # for messages
         backend = step.check_group(optimizer, group)
         slot.prepared = step.step_group(optimizer, group, h, backend)
         slot.entries = state[param]
@@ -155,25 +157,25 @@ class GradientRelease:
             step.step_groups(optimizer)
         else:
             optimizer._opt_called = True  # for torch's schedulers
-            views = [{**group, "params": self._remaining(group)} for group in groups]
-            self._step_remaining(optimizer, views, hypers)
+            self._step_remaining(optimizer, list(map(self._remaining, groups)), hypers)
         for group in groups:
             for param in group["params"]:
                 param.grad = None
         self.forget_pass()
 
-    def _remaining(self, group: Group) -> list[Tensor]:
-        """The parameters that have not been stepped in this pass."""
-        remaining = []
+    def _remaining(self, group: Group) -> Group:
+        """The group with those parameters only that have not been stepped in this pass."""
+        params, names = [], []
         for index, param in enumerate(group["params"]):
             if id(param) not in self._stepped:
-                remaining.append(param)
+                params.append(param)
+                names.append(options.name_of(group, index))
             elif param.grad is not None:
                 raise RuntimeError(
                     f"{options.name_of(group, index)} has been stepped during backward() and then "
                     "got another gradient, and each may have one for a step(); call zero_grad()"
                 )
-        return remaining
+        return {**group, "params": params, "param_names": names}
 
     def _step_remaining(
         self, optimizer: "BaseOptimizer", views: list[Group], hypers: list[Hyper]
@@ -204,10 +206,9 @@ class GradientRelease:
     ) -> None:
         if id(param) in self._stepped:
             param.grad = None  # else the next backward() would add to it
-        group = optimizer.param_groups[slot.group]
-        index = next(i for i, other in enumerate(group["params"]) if other is param)
+        name = options.name_of(optimizer.param_groups[slot.group], slot.index)
         raise RuntimeError(
-            f"{options.name_of(group, index)} got a second gradient before step(), and with "
+            f"{name} got a second gradient before step(), and with "
             "release_gradients() each may have one: call step() after every backward(), also "
             "after one that has failed. To accumulate gradients, use ordinary steps: "
             "handle.remove(). A parameter used in several checkpoints needs use_reentrant=False"
