@@ -65,10 +65,12 @@ def adam(params: list[Tensor]) -> Finish:
     return lambda: None
 
 
-def madgrad(**options: Any) -> Callable[[list[Tensor]], Finish]:
+def madgrad(hold: bool = True, **options: Any) -> Callable[[list[Tensor]], Finish]:
     def build(params: list[Tensor]) -> Finish:
         optimizer = cubegrad.MADGRAD(params, **options)
-        optimizer.release_gradients()
+        handle = optimizer.release_gradients()
+        if not hold:
+            handle.held_bytes = 0
         return optimizer.step
 
     return build
@@ -90,6 +92,7 @@ CONTENDERS = {
     "cubegrad MADGRAD, released": madgrad(),
     "cubegrad MADGRAD compact, released": madgrad(compact=True),
     "cubegrad MADGRAD lr auto, released": madgrad(lr="auto"),
+    "cubegrad MADGRAD, released, small ones too": madgrad(hold=False),
     "cubegrad MADGRAD, ordinary step": ordinary,
 }
 
@@ -99,6 +102,7 @@ def cases(small: bool) -> dict[str, list[Shape]]:
         return {"4 x (256, 256)": [(256, 256)] * 4, "4 x 1,024": [(1024,)] * 4}
     return {
         "300 x (256, 256)": [(256, 256)] * 300,
+        "300 x (128, 128)": [(128, 128)] * 300,
         "300 x 1,024": [(1024,)] * 300,
         "GPT-2 small": gpt2(12, 768, 50257, 1024),
     }

@@ -22,7 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 @pytest.fixture(autouse=True)
 def _small_line(monkeypatch):
-    monkeypatch.setattr(release, "HELD_BYTES", released_runs.HELD_BYTES)
+    monkeypatch.setattr(release.GradientRelease, "held_bytes", released_runs.HELD_BYTES)
 
 
 def build(method, backend, **options):
@@ -236,6 +236,27 @@ def test_late_groups_and_unfrozen_parameters(cls, compact):
     with pytest.raises(RuntimeError, match=r"call step\(\) first"):
         optimizer.add_param_group({"params": list(model.norm.parameters())})
     assert len(optimizer.param_groups) == 3
+
+
+@each_dtype
+def test_lazy_parameters_and_models_that_are_converted(dtype):
+    runs = []
+    for released in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(64), nn.Tanh(), nn.LazyLinear(64))
+        optimizer = MADGRAD(model.parameters())
+        if released:
+            optimizer.release_gradients()
+        for k in range(6):
+            if k == 3:
+                model.to(dtype)
+            x = cases.randn((4, 32), torch.float32, k).to(dtype if k >= 3 else torch.float32)
+            model(x).square().sum().backward()
+            assert (model[0].weight.grad is None) == (released and k > 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same(*runs)
 
 
 def test_a_parameter_that_leaves_its_group_is_not_stepped():

@@ -18,7 +18,7 @@ each_form = pytest.mark.parametrize("compact", [False, True], ids=["sums", "comp
 
 @pytest.fixture(autouse=True)
 def _small_line(monkeypatch):
-    monkeypatch.setattr(release, "HELD_BYTES", released_runs.HELD_BYTES)
+    monkeypatch.setattr(release.GradientRelease, "held_bytes", released_runs.HELD_BYTES)
 
 
 def build(**options):

@@ -14,7 +14,7 @@ from cubegrad.optim import release, release_checks
 
 @pytest.fixture(autouse=True)
 def _small_line(monkeypatch):
-    monkeypatch.setattr(release, "HELD_BYTES", released_runs.HELD_BYTES)
+    monkeypatch.setattr(release.GradientRelease, "held_bytes", released_runs.HELD_BYTES)
 
 
 def released(**options):

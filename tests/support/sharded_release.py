@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from cubegrad import MADGRAD, MirrorMADGRAD, sharding
-from cubegrad.optim import release
+from cubegrad.optim.release import GradientRelease
 
 WIDTH = 128
 HELD_BYTES = 1000  # less than any layer's gradients but the last one's
@@ -30,9 +30,9 @@ HELD_BYTES = 1000  # less than any layer's gradients but the last one's
 
 @contextmanager
 def small_line() -> Iterator[None]:
-    previous, release.HELD_BYTES = release.HELD_BYTES, HELD_BYTES
-    yield
-    release.HELD_BYTES = previous
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientRelease, "held_bytes", HELD_BYTES)
+        yield
 
 
 def both(build, steps=range(6), **kinds):

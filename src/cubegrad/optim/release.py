@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from cubegrad import options, sharding
 from cubegrad.optim import auto, release_checks, step
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
 
 Group = dict[str, Any]
-
-# Gradients that keep less memory alive are held until step(). A launch costs the host 10 us or
-# more, in which a GPU moves far more than this.
-HELD_BYTES = 2**18
 
 
 class Slot:
@@ -45,6 +42,10 @@ class Slot:
 
 class GradientRelease:
     """What `optimizer.release_gradients()` returns; `remove()` goes back to ordinary steps."""
+
+    # Gradients that keep less memory alive are held until step(), where they share a launch.
+    # Measured by benchmarks/release_time.py; docs/gradient_release.md has the numbers.
+    held_bytes = 2**18
 
     def __init__(self, optimizer: "BaseOptimizer") -> None:
         self._optimizer = weakref.ref(optimizer)  # hooks do not keep a dropped optimizer alive
@@ -86,7 +87,7 @@ class GradientRelease:
             for index, param in enumerate(group["params"]):
                 slot = known.pop(id(param), None) or Slot(param)
                 slot.group, slot.index = number, index
-                if slot.hook is None and param.requires_grad:
+                if slot.hook is None and param.requires_grad and not is_lazy(param):
                     hook = partial(_on_gradient, weakref.ref(self))
                     slot.hook = param.register_post_accumulate_grad_hook(hook)
                 self._slots[id(param)] = slot
@@ -105,8 +106,9 @@ class GradientRelease:
         if key in self._stepped or key in self._held:
             self._refuse_second_gradient(optimizer, param, slot)
         hypers, grad = self._hypers, param.grad
-        assert grad is not None  # it has just come
-        if hypers is None or _keeps_little(grad) or self._is_on_other_stream():
+        if grad is None:
+            return  # another hook has taken it
+        if hypers is None or _bytes_kept(grad) < self.held_bytes or self._is_on_other_stream():
             self._held[key] = Held(param, grad, version_of(grad))
             return
         self._step_now(optimizer, slot, hypers[slot.group])
@@ -153,6 +155,8 @@ class GradientRelease:
         release_checks.refuse_options(optimizer)
         release_checks.refuse_changed(self._held.values())
         groups, hypers = optimizer.param_groups, self._hypers
+        if not self.is_open:
+            self._add_hooks(optimizer)
         if hypers is None:  # no gradient has come, or all are held
             step.step_groups(optimizer)
         else:
@@ -241,13 +245,13 @@ def _take_untraced(reference: "weakref.ref[GradientRelease]", param: Tensor) -> 
     _take(reference, param)
 
 
-def _keeps_little(grad: Tensor) -> bool:
-    """Whether so little memory stays alive with this gradient that it can wait for step().
+def _bytes_kept(grad: Tensor) -> float:
+    """The memory that stays alive with this gradient.
 
     It may be a view: FSDP2 makes one buffer for all gradients of a layer.
     """
     grad = sharding.local(grad)
-    return not grad.is_sparse and grad.untyped_storage().nbytes() < HELD_BYTES
+    return math.inf if grad.is_sparse else grad.untyped_storage().nbytes()
 
 
 def _has_estimate(groups: Sequence[Group]) -> bool:
