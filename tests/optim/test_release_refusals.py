@@ -118,6 +118,17 @@ def test_two_losses_over_different_parameters():
         assert cases.same_bits(p.detach(), q.detach())
 
 
+def test_gradients_that_would_be_thrown_away():
+    """The generator's loss also reaches the discriminator, whose gradients a GAN's loop drops."""
+    generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
+    optimizer = MADGRAD(discriminator.parameters())
+    optimizer.release_gradients()
+    discriminator(generator(torch.ones(1, 64))).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="second gradient before step"):
+        discriminator(torch.ones(1, 64)).sum().backward()
+
+
 def test_a_backward_pass_that_fails_is_ended_by_step():
     """Parameters that had their gradient have stepped; the others have not, as if unused."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
