@@ -227,16 +227,6 @@ def test_a_gradient_that_comes_after_its_step():
     optimizer.step()
 
 
-def test_clipping_each_gradient_in_a_hook_works():
-    one, other = pair(lambda model: MADGRAD(model.parameters()))
-    for run in (one, other):
-        for param in run[0].parameters():
-            if param.requires_grad:
-                param.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-        train(*run)
-    assert_same(one, other)
-
-
 def test_a_cuda_graph(monkeypatch):
     model, optimizer = released(capturable=True)
     monkeypatch.setattr(release_checks, "capturing", lambda: True)
@@ -283,28 +273,3 @@ def test_decay_beyond_its_limit():
     optimizer.param_groups[0]["lr"] = 2.0
     with cases.no_change(*model.parameters()), pytest.raises(ValueError, match="lower weight"):
         loss_of(model, 0).backward()
-
-
-@pytest.mark.compilation
-def test_a_compiled_step_is_run_as_it_is():
-    one, other = pair(lambda model: MADGRAD(model.parameters()))
-    train(*one, steps=range(4))
-    model, optimizer = other
-    step = torch.compile(optimizer.step, backend="eager")
-    for k in range(4):
-        loss_of(model, k).backward()
-        step()
-        optimizer.zero_grad()
-    assert_same(one, other)
-
-
-@pytest.mark.compilation
-def test_a_compiled_model():
-    model, optimizer = released()
-    compiled = torch.compile(model, backend="aot_eager")
-    for k in range(3):
-        loss_of(compiled, k).backward()
-        assert model.last.weight.grad is None
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.state[model.last.weight]["step"] == 3
