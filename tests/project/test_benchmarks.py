@@ -68,6 +68,22 @@ def test_every_case_is_timed_against_its_floor(measured):
     assert {"device", "torch", "date"} <= set(report["machine"])
 
 
+def test_steps_during_backward_are_timed_beside_adam(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import release_time
+
+    path = tmp_path / "release.json"
+    release_time.main(["--small", "--turns", "2", "--device", "cpu", "--json", str(path)])
+    report, table = json.loads(path.read_text()), capsys.readouterr().out
+    assert [case["elements"] for case in report["cases"]] == [4 * 256 * 256, 4 * 1024]
+    for case in report["cases"]:
+        assert f"### {case['case']}, " in table
+        assert [row["optimizer"] for row in case["rows"]] == list(release_time.CONTENDERS)[1:]
+        assert case["rows"][0]["times_adam"] == 1
+        for row in case["rows"]:
+            assert f"| {row['optimizer']} | {row['backward_and_step_ms']:.3g} | " in table
+
+
 def test_the_shapes_are_the_published_models(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import workloads

@@ -15,6 +15,8 @@ from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
 from cubegrad.optim import auto, compiled, inputs
 from cubegrad.optim.auto import Estimate
+from cubegrad.optim.release import GradientRelease
+from cubegrad.optim.release_checks import refuse_scaler
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.step import step_groups
 from cubegrad.state import checkpoint, state_dicts
@@ -46,6 +48,7 @@ class BaseOptimizer(Optimizer):
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
     _steps_waited = 0  # by lr="auto", for a gradient to begin with
+    _release: GradientRelease | None = None
 
     def __init__(
         self,
@@ -86,6 +89,11 @@ class BaseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
+        if self._release is not None and self._release.is_open:
+            raise RuntimeError(
+                "add_param_group() comes between backward() and step(), and with "
+                "release_gradients() the step has begun; call step() first"
+            )
         if isinstance(param_group, dict) and options.auto_lr(self._method, param_group.get("lr")):
             param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
@@ -107,6 +115,8 @@ class BaseOptimizer(Optimizer):
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._method, self.state)
         self._estimate = None
+        if self._release is not None:
+            self._release.forget_pass()
         for name in ("auto_lr", "compact"):  # optimizers pickled by older versions lack them
             self.defaults.setdefault(name, False)
         for group in self.param_groups:
@@ -125,13 +135,29 @@ class BaseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            if not torch.compiler.is_compiling():
+            if self._release is not None:
+                self._release.finish_step(self)
+            elif not torch.compiler.is_compiling():
                 step_groups(self)
             elif compiled.can_be_traced(self):
                 compiled.step_groups(self)
             else:  # called from here, where the compiler can resume after it
                 compiled.step_untraced(self)
         return loss
+
+    def release_gradients(self) -> GradientRelease:
+        """From now on step each parameter during backward(), and free its gradient at once.
+
+        The training loop stays as it is: step() ends what backward() has begun. The handle's
+        remove() goes back to ordinary steps. See docs/gradient_release.md.
+        """
+        if self._release is not None:
+            raise RuntimeError(
+                "release_gradients() has been called already, and works until remove() is called "
+                "on the handle that it returned; call it once"
+            )
+        self._release = GradientRelease(self)
+        return self._release
 
     # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the
     # compiler refuses to trace that wrapper, so our own functions note it.
@@ -145,6 +171,8 @@ class BaseOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler may leave unscaling and the check for overflows to the kernels."""
+        if self._release is not None:  # only a GradScaler asks
+            refuse_scaler()
         groups = self.param_groups
         live = [group for group in groups if any(p.grad is not None for p in group["params"])]
         return all(self._backend(group).FUSED for group in live)

@@ -47,20 +47,34 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
         for group in groups:
             _count_step(optimizer, group)
         return
+    run_groups(optimizer, groups, hypers, repeated, chosen)
+    if is_auto:
+        auto.end_step(optimizer, hypers, repeated)
+
+
+def run_groups(
+    optimizer: "BaseOptimizer",
+    groups: list[Group],
+    hypers: list[Hyper],
+    repeated: dict[int, tuple[Prepared, list[Any]]],
+    chosen: dict[int, Backend],
+) -> None:
+    """Step groups that were checked: some repeat their last step, the others have a backend."""
     new: dict[int, Prepared | None] = {}
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
         if index in chosen:
-            new[index] = _step_group(optimizer, group, h, chosen[index])
-            continue
-        prepared, tables = repeated[index]
-        for part, table in zip(prepared.parts, tables, strict=True):
-            sums = None if h.sums is None else h.sums[part.sharded_over]
-            part.launch.run(h if sums is None else h._replace(sums=sums), table)
-            tensors.bump_versions(part.written)
+            new[index] = step_group(optimizer, group, h, chosen[index])
+        else:
+            run_again(*repeated[index], h)
     if new:
-        optimizer._repeats.keep(new, state)
-    if is_auto:
-        auto.end_step(optimizer, hypers, repeated)
+        optimizer._repeats.keep(new, optimizer.state)
+
+
+def run_again(prepared: Prepared, tables: list[Any], h: Hyper) -> None:
+    for part, table in zip(prepared.parts, tables, strict=True):
+        sums = None if h.sums is None else h.sums[part.sharded_over]
+        part.launch.run(h if sums is None else h._replace(sums=sums), table)
+        tensors.bump_versions(part.written)
 
 
 def _refuse_blind_capture(groups: list[Group]) -> None:
@@ -115,7 +129,7 @@ def _scalar(value: Tensor, on_device: bool) -> float | Tensor:
     return value.reshape(()) if on_device or value.requires_grad else value.item()
 
 
-def _step_group(
+def step_group(
     optimizer: "BaseOptimizer", group: Group, h: Hyper, backend: Backend
 ) -> Prepared | None:
     """Returns the step ready to be repeated, if it can be."""

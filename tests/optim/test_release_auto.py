@@ -1,0 +1,158 @@
+"""Gradient release with lr="auto": the sums of a step are added up over the backward pass."""
+
+import math
+
+import cases
+import pytest
+import released_runs
+import torch
+from cases import each_fast_backend
+from released_runs import Net, assert_same, decaying, loss_of, pair, train, two_groups
+from short_runs import through_a_file
+from torch import nn
+
+from cubegrad import MADGRAD
+from cubegrad.optim import release
+
+each_form = pytest.mark.parametrize("compact", [False, True], ids=["sums", "compact"])
+
+
+@pytest.fixture(autouse=True)
+def _small_line(monkeypatch):
+    monkeypatch.setattr(release.GradientRelease, "held_bytes", released_runs.HELD_BYTES)
+
+
+def build(**options):
+    return lambda model: MADGRAD(two_groups(model), lr="auto", **options)
+
+
+def assert_close(one, other):
+    """Sums of float64 in another order move the rate by its last bits, and x by those of x."""
+    (model, optimizer), (again, released) = one, other
+    assert released.estimated_lr() == pytest.approx(optimizer.estimated_lr(), rel=1e-5)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    for mine, its in zip(optimizer.param_groups, released.param_groups, strict=True):
+        torch.testing.assert_close(mine["estimate"], its["estimate"], rtol=1e-5, atol=0.0)
+
+
+@each_fast_backend
+def test_the_estimate_is_that_of_ordinary_steps(backend):
+    one, other = pair(build(**backend.flags), torch.float32, backend.device)
+    for run in (one, other):
+        train(*run, scheduler=decaying(run[1]))
+    assert_close(one, other)
+
+
+@each_form
+def test_an_estimate_that_grows(compact):
+    """From weights of 1e-3 to a solution of about 1: the distance grows to that, with the rate."""
+    shapes = [(64, 64), (5,), (64, 128), (64, 64), (7,)]
+    targets = [cases.randn(shape, torch.float32, i) for i, shape in enumerate(shapes)]
+    ends = []
+    for released in (False, True):
+        params = [nn.Parameter(torch.full(shape, 1e-3)) for shape in shapes]
+        optimizer = MADGRAD(params, lr="auto", compact=compact)
+        if released:
+            optimizer.release_gradients()
+        rates = []
+        for _ in range(40):
+            pairs = zip(params, targets, strict=True)
+            sum((p - target).square().sum() for p, target in pairs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rates.append(optimizer.estimated_lr())
+        assert rates[-1] > 100 * rates[0]
+        ends.append((params, rates))
+    (params, ordinary), (others, released) = ends
+    # The last bit of a rate may flip the rounding of a code, one of 256 in its block.
+    assert released == pytest.approx(ordinary, rel=1e-3 if compact else 1e-6)
+    for p, q in zip(params, others, strict=True):
+        if not compact:
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@each_form
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_one_step_adds_the_same_sums(momentum, compact):
+    """From the same state, so that nothing but the order of the sums differs."""
+    one, other = pair(build(momentum=momentum, compact=compact))
+    train(*one, steps=range(3))
+    other[0].load_state_dict(one[0].state_dict())
+    other[1].load_state_dict(through_a_file(one[1].state_dict()))
+    for run in (one, other):
+        train(*run, steps=[3])
+    sums = [optimizer._estimate.sums for _, optimizer in (one, other)]
+    torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-15)
+    for mine, its in zip(one[1].param_groups, other[1].param_groups, strict=True):
+        torch.testing.assert_close(mine["estimate"], its["estimate"], rtol=1e-12, atol=0.0)
+    assert_same(one, other)  # the step was made at the rate before it
+
+
+def test_gradients_are_kept_until_there_is_an_estimate():
+    one, other = pair(lambda model: MADGRAD(model.parameters(), lr="auto"))
+    model, optimizer = other
+    (0 * loss_of(model, 0)).backward()  # nothing to begin with
+    assert model.last.weight.grad is not None
+    with cases.no_change(*model.parameters()):
+        optimizer.step()
+    assert math.isnan(optimizer.estimated_lr())
+    assert model.last.weight.grad is None
+    loss_of(model, 1).backward()
+    assert model.last.weight.grad is not None
+    optimizer.step()
+    assert optimizer.estimated_lr() > 0
+    loss_of(model, 2).backward()
+    assert model.last.weight.grad is None
+    optimizer.step()
+
+    (0 * loss_of(one[0], 0)).backward()
+    one[1].step()
+    one[1].zero_grad()
+    train(*one, steps=[1, 2])
+    assert_close(one, other)
+
+
+def test_a_resumed_run_releases_at_once():
+    _, (model, optimizer) = pair(build())
+    train(model, optimizer, steps=range(3))
+    again = Net()
+    again.load_state_dict(model.state_dict())
+    resumed = build()(again)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed.release_gradients()
+    loss_of(again, 3).backward()
+    assert again.last.weight.grad is None
+    resumed.step()
+    train(model, optimizer, steps=[3])
+    train(again, resumed, steps=range(4, 7))
+    train(model, optimizer, steps=range(4, 7))
+    assert_same((model, optimizer), (again, resumed))
+    assert resumed.estimated_lr() == optimizer.estimated_lr()
+
+
+def test_idle_parameters_and_late_groups_are_counted():
+    """A parameter that was stepped and has no gradient this time, and one that joins."""
+    one, other = pair(lambda model: MADGRAD(model.twice.parameters(), lr="auto"))
+    for model, optimizer in (one, other):
+        train(model, optimizer, range(2))
+        optimizer.add_param_group({"params": list(model.last.parameters())})
+        train(model, optimizer, range(2, 4))
+        model.twice(torch.ones(2, released_runs.WIDTH)).square().sum().backward()
+        optimizer.step()  # `last` is idle
+        optimizer.zero_grad()
+        train(model, optimizer, range(4, 6))
+    assert_close(one, other)
+    assert [count for _, opt in (one, other) for count in opt._estimate.counts] == [64 * 65] * 4
+
+
+def test_loading_in_the_middle_of_a_step():
+    _, (model, optimizer) = pair(build())
+    train(model, optimizer, steps=range(3))
+    saved = through_a_file(optimizer.state_dict())
+    loss_of(model, 3).backward()
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    optimizer.step()
+    train(model, optimizer, steps=range(3, 5))
+    assert optimizer.estimated_lr() > 0
