@@ -33,7 +33,6 @@ from torch.optim.lr_scheduler import LinearLR
 from cubegrad import MADGRAD
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PASSES = 8  # forward and backward without an optimizer; the first half warms up
 
 
 class MasterWeights:
@@ -158,7 +157,7 @@ def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]
         return example.batches(options.text, options.tokens, steps, options.seed, device)
 
     passes = seconds_without_optimizer(model, data(options.passes))
-    without = median(passes[len(passes) // 2 :])
+    without = median(passes[len(passes) // 2 :])  # the others warm up
     lr = getattr(options, f"{contender.family}_lr")
     optimizer = contender.make(model, lr)
     schedule = LinearLR(
@@ -210,13 +209,14 @@ def run_apart(key: str, arguments: list[str], limit: float) -> dict[str, Any]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     parts = ("weights", "gradients", "state", "master_weights", "activations and the rest", "peak")
-    heads = [*(f"{part.replace('_', ' ')}, GB" for part in parts)]
+    heads = [f"{part.replace('_', ' ')}, GB" for part in parts]
     heads += ["step, ms", "optimizer, ms", "tokens/s", "loss, first to last step"]
     lines = [f"| optimizer | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     for row in rows:
         if "unavailable" in row:
             reason = row["unavailable"].replace("|", "\\|")
-            lines.append(f"| {row['optimizer']} | unavailable: {reason} |")
+            cells = [f"unavailable: {reason}", *[""] * (len(heads) - 1)]
+            lines.append(f"| {row['optimizer']} | {' | '.join(cells)} |")
             continue
         cells = [f"{row['memory'][part] / 1e9:.1f}" for part in parts]
         cells += [f"{row[name]:,.0f}" for name in ("step_ms", "optimizer_ms", "tokens_per_second")]
