@@ -235,7 +235,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=30, help="(%(default)s)")
     add("--tokens", type=int, default=2048, help="in a step (%(default)s)")
     add("--passes", type=int, default=8, help="without an optimizer (%(default)s)")
-    add("--madgrad-lr", type=float, default=1e-4, help="(%(default)s)")
+    add("--madgrad-lr", type=float, default=5e-5, help="(%(default)s)")
     add("--adamw-lr", type=float, default=1e-4, help="(%(default)s)")
     add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     add("--limit", type=float, default=90.0, help="seconds for an optimizer (%(default)s)")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -19,11 +20,6 @@ TEXT = b"It is a truth universally acknowledged, that a single man in po"
 PARAMETERS = 98_708_736
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(SCRIPT), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """As long as a batch, so that each step has the same tokens."""
@@ -36,7 +32,14 @@ def text(tmp_path: Path) -> Path:
 def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
     numbers = tmp_path / "numbers.json"
     options = ("--size", "100m", "--steps", "3", "--tokens", str(len(TEXT)))
-    done = run("--text", str(text), *options, "--json", str(numbers))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPT, "--text", text, "--json", numbers, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
     assert found["parameters"] == PARAMETERS
@@ -56,7 +59,14 @@ def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
         assert re.search(rf"^{name} +{size / 1e9:.2f} ", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.processes
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    module = importlib.import_module("one_gpu_7b")
+    monkeypatch.setitem(module.SIZES, "tiny", (256, 512, 1, 4))
+    return module
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -64,18 +74,19 @@ def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
         (("--tokens", "64"), "has 63 bytes, fewer than --tokens 64; give a longer file"),
     ],
 )
-def test_bad_option_is_refused_with_the_remedy(options, message, text):
-    done = run("--text", str(text), *options)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_option_is_refused_with_the_remedy(
+    example, options, message, text, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--text", str(text), *options])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def benchmark(example, monkeypatch):
+    del example  # which it imports
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    example = importlib.import_module("one_gpu_7b")
-    monkeypatch.setitem(example.SIZES, "tiny", (256, 512, 1, 4))
     return importlib.import_module("one_gpu")
 
 
