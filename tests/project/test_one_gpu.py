@@ -16,7 +16,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "one_gpu_7b.py"
-TEXT = b"It is a truth universally acknowledged, that a single man in po"
+TEXT = b"It is a truth un"  # short: without AVX-512 a token takes 0.4 s per step
 PARAMETERS = 98_708_736
 
 
@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.processes
 def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
     numbers = tmp_path / "numbers.json"
-    options = ("--size", "100m", "--steps", "3", "--tokens", str(len(TEXT)))
+    options = ("--size", "100m", "--steps", "2", "--tokens", str(len(TEXT)))
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, "--text", text, "--json", numbers, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -43,10 +43,10 @@ def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
     assert found["parameters"] == PARAMETERS
-    first, *_, last = found["losses"]
-    assert len(found["losses"]) == len(re.findall(r"^step ", done.stdout, re.MULTILINE)) == 3
-    assert math.isclose(first, math.log(32_000), rel_tol=0.05)
-    assert last < first
+    first, last = found["losses"]
+    assert len(re.findall(r"^step ", done.stdout, re.MULTILINE)) == 2
+    assert first == pytest.approx(math.log(32_000), abs=1)  # 3 seeds: 10.25 to 10.79
+    assert last < first - 0.3  # 3 seeds, with and without AVX-512: lower by 0.86 to 0.94
 
     memory = found["memory"]
     peak = memory.pop("peak")
@@ -71,7 +71,7 @@ def example(monkeypatch):
     ("options", "message"),
     [
         (("--steps", "1"), "--steps 1 must be >= 2; use 30"),
-        (("--tokens", "64"), "has 63 bytes, fewer than --tokens 64; give a longer file"),
+        (("--tokens", "17"), "has 16 bytes, fewer than --tokens 17; give a longer file"),
     ],
 )
 def test_bad_option_is_refused_with_the_remedy(
