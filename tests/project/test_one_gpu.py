@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from torch import nn
 
@@ -172,3 +173,10 @@ def test_one_that_fails_or_hangs_leaves_the_others(benchmark, text, tmp_path, mo
     with Image.open(figure) as image:
         assert 800 <= image.width <= 4000
         assert 200 <= image.height <= 3000
+
+
+def test_the_large_model_has_the_published_number_of_parameters(example):
+    model = example.build("7b", torch.device("meta"), seed=0)
+    assert sum(param.numel() for param in model.parameters()) == 6_738_415_616
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert model.is_gradient_checkpointing
