@@ -85,6 +85,6 @@ def test_bad_option_is_refused_with_the_remedy(
 
 
 def test_every_example_has_a_case() -> None:
-    elsewhere = {"fsdp2.py"}  # test_restarts.py
+    elsewhere = {"fsdp2.py", "one_gpu_7b.py"}  # test_restarts.py, test_one_gpu.py
     covered = {case.script for case in CASES} | elsewhere
     assert {path.name for path in EXAMPLES.glob("*.py")} == covered
