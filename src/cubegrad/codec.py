@@ -93,7 +93,8 @@ def encode_roots(
     moves in smaller steps, but is not taken for one that has had no gradient yet. Without `bits`
     roots are rounded to the nearest code. The scale is at least `least_scale`.
     """
-    cut, least = MANTISSA - places, 1 << (places - PLACES_ALONE)
+    # The smallest code has a bit that is not the one which the offset's code takes.
+    cut, least = MANTISSA - places, 2 if places == PLACES else 1
     low = 1 << (cut - 1) if bits is None else bits & ((1 << cut) - 1)
     roots = xp.where(xp.isfinite(roots), roots, 0.0)
     most = xp.bits(xp.largest(roots)) + ((1 << cut) - 1)  # the largest may be rounded up
