@@ -36,6 +36,7 @@ class Flags(TypedDict, total=False):
     capturable: bool
     differentiable: bool
     compact: bool
+    stochastic_rounding: bool
 
 
 class BaseOptimizer(Optimizer):
@@ -63,6 +64,7 @@ class BaseOptimizer(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compact: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         auto_lr = options.auto_lr(self._method, lr)
         defaults = {
@@ -79,6 +81,7 @@ class BaseOptimizer(Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "compact": compact,
+            "stochastic_rounding": stochastic_rounding,
         }
         options.check(defaults)
         self._repeats = Repeats()
@@ -107,8 +110,8 @@ class BaseOptimizer(Optimizer):
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._method, self.state)
         self._estimate = None
-        for name in ("auto_lr", "compact"):  # optimizers pickled by older versions lack them
-            self.defaults.setdefault(name, False)
+        for name in ("auto_lr", "compact", "stochastic_rounding"):
+            self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
