@@ -34,7 +34,7 @@ from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.processes import die_with_parent, no_interrupts
 
 Record = dict[str, Any]
-SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+SGD, ADAMW, AT_RANDOM = torch.optim.SGD, torch.optim.AdamW, {"stochastic_rounding": True}
 BYTES = 256
 VALIDATION = 0.05  # of the text, at its end
 CURVE = 20  # points
@@ -66,24 +66,21 @@ class Method(NamedTuple):
     build: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
 
+    def __hash__(self) -> int:
+        return hash(self.name)
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method("MADGRAD, float32 weights", "MADGRAD", "float32", 2e-3, MADGRAD, {}),
-        Method("MADGRAD, to nearest", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {}),
-        Method(
-            "MADGRAD, stochastic_rounding",
-            *("MADGRAD", "bfloat16", 2e-3, MADGRAD),
-            {"stochastic_rounding": True},
-        ),
-        Method("MADGRAD, compact", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {"compact": True}),
-        Method("AdamW, float32 weights", "AdamW", "float32", 1e-4, ADAMW, {"weight_decay": 0.0}),
-        Method("AdamW", "AdamW", "bfloat16", 1e-4, ADAMW, {"weight_decay": 0.0}),
-        Method("SGD, float32 weights", "SGD", "float32", 0.02, SGD, {"momentum": 0.9}),
-        Method("SGD", "SGD", "bfloat16", 0.02, SGD, {"momentum": 0.9}),
-    )
-}
+
+ALL = (
+    Method("MADGRAD, float32 weights", "MADGRAD", "float32", 2e-3, MADGRAD, {}),
+    Method("MADGRAD, to nearest", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {}),
+    Method("MADGRAD, stochastic_rounding", "MADGRAD", "bfloat16", 2e-3, MADGRAD, AT_RANDOM),
+    Method("MADGRAD, compact", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {"compact": True}),
+    Method("AdamW, float32 weights", "AdamW", "float32", 1e-4, ADAMW, {"weight_decay": 0.0}),
+    Method("AdamW", "AdamW", "bfloat16", 1e-4, ADAMW, {"weight_decay": 0.0}),
+    Method("SGD, float32 weights", "SGD", "float32", 0.02, SGD, {"momentum": 0.9}),
+    Method("SGD", "SGD", "bfloat16", 0.02, SGD, {"momentum": 0.9}),
+)
+METHODS = {method.name: method for method in ALL}
 
 
 class Block(nn.Module):
@@ -108,8 +105,8 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(BYTES, preset.width)
         self.places = nn.Parameter(torch.zeros(preset.context, preset.width))
-        blocks = (Block(preset.width, preset.heads) for _ in range(preset.layers))
-        self.blocks = nn.Sequential(*blocks)
+        each = [Block(preset.width, preset.heads) for _ in range(preset.layers)]
+        self.blocks = nn.Sequential(*each)
         self.norm = nn.LayerNorm(preset.width)
         for name, param in self.named_parameters():
             if param.dim() == 2:
@@ -117,7 +114,8 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02 / (2 * preset.layers if residual else 1) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.blocks(self.bytes(x) + self.places))
+        first = (self.bytes(x) + self.places).to(torch.bfloat16)
+        hidden = self.norm(self.blocks(first))
         return hidden @ self.bytes.weight.to(hidden.dtype).T
 
 
@@ -209,36 +207,30 @@ def load(file: Path) -> list[Record]:
 
 def table(records: Sequence[Record]) -> str:
     """Means over the seeds with two standard errors; differences are seed for seed."""
-    by_method: dict[str, dict[int, Record]] = defaultdict(dict)
+    found: dict[tuple[Method, float], dict[int, Record]] = defaultdict(dict)
     for record in records:
-        by_method[record["method"]][record["seed"]] = record
-    head = ["weights", "optimizer", "lr", "seeds", "validation loss", "above float32 weights"]
-    lines = [[*head, "weights moved in the last tenth"]]
-    for method in METHODS.values():
-        runs = by_method.get(method.name, {})
-        if not runs:
-            continue
-        full = [m for m in METHODS.values() if (m.family, m.weights) == (method.family, "float32")]
-        exact = by_method.get(full[0].name, {})
+        found[METHODS[record["method"]], record["lr"]][record["seed"]] = record
+    head = "weights,optimizer,lr,seeds,validation loss,above float32 weights,moved in last tenth"
+    lines = [head.split(",")]
+    for method, rate in sorted(found, key=lambda pair: (ALL.index(pair[0]), pair[1])):
+        runs = found[method, rate]
+        full = [m for m in ALL if (m.family, m.weights) == (method.family, "float32")]
+        exact = found.get((full[0], rate), {})
         shared = sorted(runs.keys() & exact.keys())
         above = [runs[seed]["validation"] - exact[seed]["validation"] for seed in shared]
         share = statistics.fmean(run["moved"] for run in runs.values())
-        lines.append(
-            [
-                *(method.weights, method.name, f"{next(iter(runs.values()))['lr']:g}"),
-                *(str(len(runs)), _mean([run["validation"] for run in runs.values()])),
-                "" if method is full[0] or not above else _mean(above, sign="+"),
-                f"{100 * share:.1f} %",
-            ]
-        )
+        result = _mean([run["validation"] for run in runs.values()])
+        more = "" if method is full[0] or not above else _mean(above, sign="+")
+        cells = [method.weights, method.name, f"{rate:g}", str(len(runs)), result, more]
+        lines.append([*cells, f"{100 * share:.1f} %"])
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _mean(values: Sequence[float], sign: str = "") -> str:
     mean = f"{statistics.fmean(values):{sign}.4f}"
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{mean} ± {2 * error:.4f}"
+    errors = [2 * statistics.stdev(values) / math.sqrt(len(values))] if len(values) > 1 else []
+    return " ± ".join([mean, *(f"{error:.4f}" for error in errors)])
 
 
 def say(words: str) -> None:
@@ -249,10 +241,8 @@ def say(words: str) -> None:
 def run_all(jobs: list[tuple[Any, ...]], options: argparse.Namespace, file: Path) -> None:
     started, longest = time.monotonic(), 0.0
     context = multiprocessing.get_context("spawn")
-    with (
-        no_interrupts(),
-        ProcessPoolExecutor(options.workers, context, initializer=die_with_parent) as pool,
-    ):
+    pool = ProcessPoolExecutor(options.workers, context, initializer=die_with_parent)
+    with pool:
         running: set[Future[Record]] = set()
         count, done = len(jobs), 0
         while jobs or running:
@@ -261,17 +251,17 @@ def run_all(jobs: list[tuple[Any, ...]], options: argparse.Namespace, file: Path
                 say(f"{len(jobs)} runs are left for the next call: {left:.0f} s are not enough")
                 jobs = []
             while jobs and len(running) < options.workers:
-                running.add(pool.submit(train, *jobs.pop(0)))
+                with no_interrupts():
+                    running.add(pool.submit(train, *jobs.pop(0)))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 record, done = future.result(), done + 1
                 with file.open("a") as out:
                     out.write(json.dumps(record) + "\n")
                 longest = max(longest, record["seconds"])
-                say(
-                    f"{done}/{count} {record['method']}, seed {record['seed']}: validation loss "
-                    f"{record['validation']:.4f} in {record['seconds']} s"
-                )
+                what = f"{record['method']}, seed {record['seed']}"
+                result = f"validation loss {record['validation']:.4f} in {record['seconds']} s"
+                say(f"{done}/{count} {what}: {result}")
 
 
 def main(words: Sequence[str] | None = None) -> None:
