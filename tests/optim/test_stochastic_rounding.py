@@ -45,8 +45,8 @@ def test_small_moves_stall_to_nearest_and_are_made_on_average_at_random(backend,
 
     Rounded at random, the mean of a step is exact and x depends on the last one linearly, so the
     mean of x is that of float32. A step adds a variance of at most unit²/4, of which the next keeps
-    0.9²: in the end it is at most unit² / 4 / (1 - 0.81) = 1.32 unit². The hash is not quite
-    uniform; it was measured to move the mean by up to 0.003 units.
+    0.9²: in the end it is at most unit² / 4 / (1 - 0.81) = 1.32 unit². Of the five standard
+    deviations of the mean that are allowed, the largest error measured was a quarter of one.
     """
     start, unit = START[dtype]
     values = torch.full((64, 1024), start, dtype=dtype)
@@ -60,9 +60,8 @@ def test_small_moves_stall_to_nearest_and_are_made_on_average_at_random(backend,
     assert way > unit
     assert (nearest == start).all()
     moved = start - at_random.detach().double()
-    limit = 5 * math.sqrt(1.32 / moved.numel()) * unit + 0.01 * unit
-    assert abs(moved.mean().item() - way) < limit
-    assert moved.var() < 1.4 * unit**2
+    assert abs(moved.mean().item() - way) < 5 * math.sqrt(1.32 / moved.numel()) * unit
+    assert moved.var() < 1.32 * unit**2
 
 
 @each_half
@@ -78,7 +77,7 @@ def test_without_momentum_x_is_z_rounded_at_random(backend, cls, dtype):
     moved = start - param.detach().double()
     way = start - exact.item()
     assert (abs(moved - way) < unit).all()
-    assert abs(moved.mean().item() - way) < 5 * math.sqrt(0.25 / moved.numel()) * unit + 0.01 * unit
+    assert abs(moved.mean().item() - way) < 5 * math.sqrt(0.25 / moved.numel()) * unit
 
 
 @each_momentum
@@ -273,25 +272,14 @@ def test_a_bad_gradient_stays_in_its_coordinate(dtype, bad):
     assert not twins[0][3, 7].isfinite()
 
 
-def test_bfloat16_matrices_beside_float32_norms_and_buffers():
-    """The lines of docs/memory.md."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.GroupNorm(8, 64)
-    )
-    model.extend([nn.Flatten(), nn.Linear(1024, 64), nn.LayerNorm(64), nn.Linear(64, 4)])
-    for param in model.parameters():
-        param.data = param.data.to(torch.bfloat16) if param.dim() > 1 else param.data
-    optimizer = cubegrad.MADGRAD(model.parameters(), lr=1e-3, compact=True)
-    images, labels, losses = torch.randn(16, 3, 4, 4), torch.arange(16) % 4, []
-    for _ in range(40):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    assert {p.dtype for p in model.parameters() if p.dim() > 1} == {torch.bfloat16}
-    assert {p.dtype for p in model.parameters() if p.dim() == 1} == {torch.float32}
-    assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())
+@each_fast_backend
+def test_an_estimated_rate(backend):
+    """The sums are taken from z, whose numbers rounding does not touch."""
+    rates = []
+    for own in (cases.EAGER, backend):
+        params = parameters([(40, 30), (37,)], torch.bfloat16, own.device)
+        optimizer = cases.build(MADGRAD, own, params, AT_RANDOM | {"lr": "auto"})
+        advance(optimizer, params, range(6))
+        rates.append(optimizer.estimated_lr())
+    assert rates[0] > 0
+    assert rates[1] == pytest.approx(rates[0], rel=1e-3)
