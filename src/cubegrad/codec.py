@@ -132,6 +132,17 @@ def round_float16(xp: Namespace, x: Array, bits: Array) -> Array:
 ROUND = {"bfloat16": round_bfloat16, "float16": round_float16}  # of a parameter, by its dtype
 
 
+def round_param(
+    xp: Namespace, dtype: str, x: Array, step: Array, index: Array, momentum: Scalar
+) -> Array:
+    """x of a parameter with sums, rounded at random as one with codes is, still as float32.
+
+    Without momentum x is z, which the sums have: with the same bits at every step, x stays where it
+    is while z does.
+    """
+    return ROUND[dtype](xp, x, random_bits(step * (momentum != 0), index))
+
+
 class Codes(NamedTuple):
     """What is kept for a parameter; None where it is not."""
 

@@ -89,6 +89,11 @@ def check(options: dict[str, Any]) -> None:
             "differentiable=True and compact=True exclude each other: rounding to codes has no "
             "derivative; leave compact unset"
         )
+    if options["differentiable"] and options["stochastic_rounding"]:
+        raise ValueError(
+            "differentiable=True and stochastic_rounding=True exclude each other: rounding at "
+            "random has no derivative; leave stochastic_rounding unset"
+        )
 
 
 def check_numbers(options: dict[str, Any], lr_name: str = "lr") -> None:
@@ -126,6 +131,11 @@ def _check_decay(options: dict[str, Any], lr_name: str) -> None:
             f"{lr_name}*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
             f"weights shrink by 1 - {lr_name}*weight_decay a step; lower one of them"
         )
+
+
+def rounds_at_random(options: dict[str, Any]) -> bool:
+    """Whether half-precision weights are rounded at random; with codes they always are."""
+    return bool(options["stochastic_rounding"] or options["compact"])
 
 
 def is_decoupled(options: dict[str, Any]) -> bool:

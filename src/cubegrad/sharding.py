@@ -3,7 +3,6 @@
 import gc
 import importlib
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -73,16 +72,20 @@ def cut_of_second_dimension(param: Any) -> int | None:
 def first_index(param: Any) -> int:
     """The index in the whole parameter of the first coordinate that this process holds.
 
-    Shards of rows have the indices that follow. Of shards that are cut by columns as well, each is
-    given a range of its own within that of its rows: their coordinates have other random bits than
-    in one process, but no two have the same.
+    Shards of rows have the indices that follow. Of shards that are cut along other dimensions as
+    well, each is given a range of its own within that of its rows: their coordinates have other
+    random bits than in one process, but no two have the same.
     """
     if not is_sharded(param) or sharded_over(param) is None:
         return 0
     locate = importlib.import_module(f"{API}._utils").compute_local_shape_and_global_offset
-    (rows, *_), offsets = locate(param.shape, param.device_mesh, param.placements)
-    row, *inside = map(operator.mul, offsets, _contiguous_strides(param.shape))
-    return int(row + rows * sum(inside)) * (2 if param.is_complex() else 1)
+    shape, offsets = locate(param.shape, param.device_mesh, param.placements)
+    strides = _contiguous_strides(param.shape)
+    first = sum(
+        offset * stride * math.prod(shape[:dim])
+        for dim, (offset, stride) in enumerate(zip(offsets, strides, strict=True))
+    )
+    return int(first) * (2 if param.is_complex() else 1)
 
 
 def same_placement(tensor: Any, param: Any) -> bool:

@@ -195,7 +195,7 @@ def test_the_mirror_form_has_no_sums():
 def test_without_memory_nothing_changes():
     """More pieces than can be allocated: nothing may be read or written before that is noticed."""
     count, sums = torch.zeros(()), torch.zeros(3, dtype=torch.float64)
-    row = array("q", [0, 0, 0, 0, count.data_ptr(), 2**61]).tobytes()
+    row = array("q", [0, 0, 0, 0, count.data_ptr(), 2**61, 0, 0, 1]).tobytes()
     starts, grads = array("q", [0, 2**61]).tobytes(), array("q", [0]).tobytes()
     kinds = (cpu.METHODS["madgrad"], *[cpu.KINDS[torch.float32]] * 3)
     with cases.no_change(count, sums), pytest.raises(MemoryError):
@@ -205,6 +205,7 @@ def test_without_memory_nothing_changes():
             grads,
             cpu.NUMBERS(0.1, 0.9, 1, 1e-6, 0, 1),
             *kinds,
+            False,
             cpu.LEVEL,
             1,
             sums.data_ptr(),

@@ -162,4 +162,4 @@ def test_same_objects_compares_by_identity():
 
 def test_a_step_refuses_tables_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit"):
-        tensors.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 1, 0)
+        tensors.native.step(b"", b"", b"", b"", 0, 2, 2, 2, 0, 0, 1, 0)

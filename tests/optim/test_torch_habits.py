@@ -179,3 +179,27 @@ def test_the_version_is_the_distributions():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("this checkout is not installed")
     assert installed == cubegrad.__version__
+
+
+def test_bfloat16_matrices_beside_float32_norms_and_buffers():
+    """The lines of docs/memory.md."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.GroupNorm(8, 64)
+    )
+    model.extend([nn.Flatten(), nn.Linear(1024, 64), nn.LayerNorm(64), nn.Linear(64, 4)])
+    for param in model.parameters():
+        param.data = param.data.to(torch.bfloat16) if param.dim() > 1 else param.data
+    optimizer = MADGRAD(model.parameters(), lr=1e-3, compact=True)
+    images, labels, losses = torch.randn(16, 3, 4, 4), torch.arange(16) % 4, []
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert {p.dtype for p in model.parameters() if p.dim() > 1} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.dim() == 1} == {torch.float32}
+    assert all(b.dtype == torch.float32 for b in model.buffers() if b.is_floating_point())

@@ -98,6 +98,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "decoupled-lr": {"weight_decay": 0.01, "decoupled_lr": True},
     "large-momentum": {"momentum": 0.99, "lr": 0.1},
+    "at-random": {"stochastic_rounding": True},
+    "at-random-no-momentum": {"stochastic_rounding": True, "momentum": 0.0},
+    "at-random-decoupled": {
+        "stochastic_rounding": True,
+        "weight_decay": 0.5,
+        "decoupled_weight_decay": True,
+    },
 }
 
 
@@ -108,6 +115,7 @@ def lr_at(k: int, base: float) -> float:
 
 def settings(options: dict[str, Any], lr: float | None = None) -> oracle.Settings:
     base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
+    base.pop("stochastic_rounding", None)  # the oracle does not round
     first = base["lr"]
     if lr is not None:
         base["lr"] = lr

@@ -1,4 +1,4 @@
-"""Compile the Triton kernel for states in codes for an H100, which needs no GPU."""
+"""Compile the Triton kernels of a step for an H100, which needs no GPU."""
 
 import itertools
 import sys
@@ -9,40 +9,54 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cubegrad.backends.triton.coded import step_coded_units
+from cubegrad.backends.triton.kernel import step_units
 
 NUMBERS = ("lr", "momentum", "shrink", "eps", "decay", "sign")
 POINTERS = {"lr_at": "*fp64", "momentum_at": "*fp64", "shrink_at": "*fp64"}
 POINTERS |= {"found_inf": "*fp32", "grad_scale": "*fp32", "sums": "*fp64"}
 TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
+METHODS = ("madgrad", "mirror_madgrad")
 
 
-def compile_kernel(constants, tensors, registers):
-    names = step_coded_units.arg_names
-    signature = dict.fromkeys(names, "constexpr") | TABLES | {"n_rows": "i32", "span": "i32"}
+def compile_kernel(kernel, constants, tensors, warps, registers):
+    if constants["METHOD"] != "madgrad":
+        tensors = [name for name in tensors if name != "sums"]
+    names = kernel.arg_names
+    count = "span" if "span" in names else "length"
+    signature = dict.fromkeys(names, "constexpr") | TABLES | {"n_rows": "i32", count: "i32"}
     signature |= dict.fromkeys(NUMBERS, "i64")
     signature |= {name: POINTERS[name] for name in tensors}
     known = {name: None for name in POINTERS if name not in tensors} | constants
     source = ASTSource(
-        fn=step_coded_units,
+        fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in known.items()},
     )
-    options = {"num_warps": 1, "maxnreg": registers, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def main():
-    variants = itertools.product(("madgrad", "mirror_madgrad"), (True, False), (True, False))
-    for method, has_offset, whole in variants:
+def compile_for_codes():
+    for method, has_offset, whole in itertools.product(METHODS, (True, False), (True, False)):
         for dtype in (tl.float32, tl.bfloat16):
             constants = {"METHOD": method, "HAS_OFFSET": has_offset, "P": dtype, "G": dtype}
             constants |= {"ALL_WHOLE": whole, "PLAIN": whole, "NO_EPS": not whole}
             tensors = [] if whole else list(POINTERS)
-            if method != "madgrad":
-                tensors = [name for name in tensors if name != "sums"]
-            compile_kernel(constants, tensors, 64 if whole else 96)
-    sys.stdout.write("compiled\n")
+            compile_kernel(step_coded_units, constants, tensors, 1, 64 if whole else 96)
+
+
+def compile_for_sums():
+    dtypes = [(tl.float32, tl.float32, False), (tl.float64, tl.float64, False)]
+    dtypes += [(half, tl.float32, r) for half in (tl.bfloat16, tl.float16) for r in (False, True)]
+    for method, centred, sums in (("madgrad", 1, 1), ("madgrad", 0, 0), ("mirror_madgrad", 0, 0)):
+        for dtype, state, at_random in dtypes:
+            constants = {"METHOD": method, "CENTRED": bool(centred), "P": dtype, "G": dtype}
+            constants |= {"S": state, "BLOCK": 1024, "AT_RANDOM": at_random}
+            tensors = list(POINTERS) if sums else []
+            compile_kernel(step_units, constants, tensors, 4, 80 if sums else 64)
 
 
 if __name__ == "__main__":
-    main()
+    compile_for_codes()
+    compile_for_sums()
+    sys.stdout.write("compiled\n")

@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "decoupled lr": {"weight_decay": 1e-3, "decoupled_lr": True},
     "capturable": {"capturable": True},
     "compact": {"compact": True},
+    "stochastic rounding": {"stochastic_rounding": True},
 }
 WITH_LR: dict[str, dict[str, Any]] = {
     "large lr": {"lr": 0.05},

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cubegrad.options import Hyper
 from cubegrad.sharding import ShardedOver
-from cubegrad.state.layout import Layout
+from cubegrad.state.layout import Layout, is_half
 
 Spans = list[tuple[int, int]]  # memory, as memory.span gives it
 
@@ -19,7 +19,7 @@ class Row(NamedTuple):
     grad: Tensor
     step: Tensor
     buffers: tuple[Tensor, ...]  # as the batch's layout names them
-    first_index: int = 0  # of the parameter's first element in the whole, if it is a shard
+    first_index: int = 0  # of the parameter's first element in the whole, if that is needed
 
 
 class Member(NamedTuple):
@@ -30,6 +30,10 @@ class Member(NamedTuple):
     row: Row
     drops: tuple[str, ...] = ()  # buffers that are held and used, but not needed after this step
 
+    def needs_indices(self, rounds_at_random: bool) -> bool:
+        """Whether numbers are rounded at random by their index in the whole parameter."""
+        return self.layout.is_coded or (rounds_at_random and is_half(self.owner))
+
 
 class Batch(NamedTuple):
     """Parameters that are updated together: of one layout, device, dtype and gradient dtype."""
@@ -38,10 +42,15 @@ class Batch(NamedTuple):
     rows: list[Row]
     sharded_over: ShardedOver = None  # set only where lr="auto" adds up sums
     spans: list[Spans] | None = None  # the memory of each row, once a fused backend has checked it
+    rounds_at_random: bool = False  # parameters of half precision; those with codes always are
 
     @property
     def params(self) -> list[Tensor]:
         return [row.param for row in self.rows]
+
+    def rounds(self, param: Tensor) -> bool:
+        """Whether a parameter with sums is rounded at random."""
+        return self.rounds_at_random and is_half(param) and not self.layout.is_coded
 
 
 class Launch(Protocol):

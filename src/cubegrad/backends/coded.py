@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec
+from cubegrad.backends import rounding
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
@@ -48,7 +49,7 @@ def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> Non
         CodedFunctions,
         h,
         k,
-        codec.random_bits(step.to(torch.int32), _indices(param, first)),
+        codec.random_bits(step.to(torch.int32), compact.blocks(rounding.indices(param, first))),
         x,
         g,
         compact.codes_in_blocks(old),
@@ -61,10 +62,3 @@ def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> Non
         if target is not None:
             stored = compact.joined(value, target.shape).to(target.dtype)
             target.copy_(stored if finite is None else torch.where(finite, stored, target))
-
-
-def _indices(param: Tensor, first: int) -> Tensor:
-    """The coordinates' indices in the whole parameter, modulo 2^32, in blocks."""
-    start = (first + 2**31) % 2**32 - 2**31
-    indices = torch.arange(param.numel(), dtype=torch.int32, device=param.device) + start
-    return compact.blocks(indices.reshape(param.shape))

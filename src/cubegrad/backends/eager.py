@@ -3,9 +3,9 @@
 import torch
 
 from cubegrad import distance, rule
-from cubegrad.backends import coded
+from cubegrad.backends import coded, rounding
 from cubegrad.backends.batch import Batch
-from cubegrad.functions import TorchFunctions
+from cubegrad.functions import CodedFunctions, TorchFunctions
 from cubegrad.options import Hyper
 from cubegrad.state.layout import state_dtype
 
@@ -22,7 +22,11 @@ def step(batch: Batch, h: Hyper) -> None:
         coded.step(batch, h)
         return
     update = getattr(rule, batch.layout.method)
-    for param, grad, step, buffers, _ in batch.rows:
+    for row in batch.rows:
+        param, grad, step, buffers, _ = row
+        rounds = batch.rounds(param)
+        # The last bit, and so a rounding, must not depend on how a parameter is sharded.
+        xp = CodedFunctions if rounds else TorchFunctions
         dtype = state_dtype(param)
         k = step.to(dtype) if h.on_device else step.item()
         x, old = param, buffers
@@ -31,12 +35,14 @@ def step(batch: Batch, h: Hyper) -> None:
         x, grad = x.to(dtype), grad.to(dtype)
         if h.grad_scale is not None:
             grad = grad / h.grad_scale.to(grad).reshape(())
-        new_x, *new = update(TorchFunctions, h, k, x, grad, *old)
+        new_x, *new = update(xp, h, k, x, grad, *old)
         if h.sums is not None:
             with torch.no_grad():
                 before, after, start = old[:2], tuple(new[:2]), old[2:]
-                sums = distance.step_sums(TorchFunctions, h, k, x, grad, before, after, *start)
+                sums = distance.step_sums(xp, h, k, x, grad, before, after, *start)
                 h.sums.add_(torch.stack(sums).to(h.sums.device))
+        if rounds:
+            new_x = rounding.rounded(new_x, row, h.momentum)
         finite = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
         for target, value in zip((param, *buffers), (new_x, *new), strict=True):
             if value is not target:

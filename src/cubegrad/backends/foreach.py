@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cubegrad import distance, rule
-from cubegrad.backends import coded
+from cubegrad.backends import coded, rounding
 from cubegrad.backends.batch import Batch, Row
+from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
-from cubegrad.state.layout import Layout, state_dtype
+from cubegrad.state.layout import state_dtype
 
 NAME = "foreach"
 FUSED = False
@@ -84,6 +85,13 @@ class ListFunctions:
         return torch.stack([tensor.sum(dtype=torch.float64) for tensor in x.tensors]).sum()
 
 
+class ExactListFunctions(ListFunctions):
+    """The same last bit however the tensors are cut; see `CodedFunctions`."""
+
+    def cbrt(self, x: TensorList) -> TensorList:
+        return TensorList([CodedFunctions.cbrt(tensor) for tensor in x.tensors])
+
+
 def checked(batch: Batch) -> Batch:
     return batch
 
@@ -93,8 +101,8 @@ def step(batch: Batch, h: Hyper) -> None:
         coded.step(batch, h)
         return
     for rows in _by_step(batch.rows, h):
-        for part in _slices(rows):
-            _run(batch.layout, part, h)
+        for part in _slices(rows, by_rows=batch.rounds(rows[0].param)):
+            _run(batch, part, h)
     torch._foreach_add_([row.step for row in batch.rows], 1)
 
 
@@ -108,7 +116,7 @@ def _by_step(rows: list[Row], h: Hyper) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _slices(rows: list[Row]) -> Iterator[list[Row]]:
+def _slices(rows: list[Row], by_rows: bool) -> Iterator[list[Row]]:
     """The rows cut and gathered into lists of a bounded number of elements."""
     param = rows[0].param
     itemsize = state_dtype(param).itemsize
@@ -120,7 +128,7 @@ def _slices(rows: list[Row]) -> Iterator[list[Row]]:
     gathered: list[Row] = []
     elements = 0
     for row in rows:
-        for piece in _pieces(row, size):
+        for piece in _pieces(row, size, by_rows):
             if gathered and elements + piece.param.numel() > size:
                 yield gathered
                 gathered, elements = [], 0
@@ -129,9 +137,12 @@ def _slices(rows: list[Row]) -> Iterator[list[Row]]:
     yield gathered
 
 
-def _pieces(row: Row, size: int) -> Iterator[Row]:
-    """Views of about `size` elements that cover the row's tensors."""
-    param, grad, step, buffers, _ = row
+def _pieces(row: Row, size: int, by_rows: bool) -> Iterator[Row]:
+    """Views of about `size` elements that cover the row's tensors.
+
+    With `by_rows` they are cut along the first dimension, so that their indices follow each other.
+    """
+    param, grad, step, buffers, first = row
     if param.numel() <= size:
         yield row
         return
@@ -139,13 +150,14 @@ def _pieces(row: Row, size: int) -> Iterator[Row]:
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = [tensor.view(-1) for tensor in tensors]
     shape = tensors[0].shape
-    dim = max(range(len(shape)), key=shape.__getitem__)
+    dim = 0 if by_rows else max(range(len(shape)), key=shape.__getitem__)
     length = max(1, size * shape[dim] // param.numel())
     for views in zip(*(torch.split(tensor, length, dim) for tensor in tensors), strict=True):
-        yield Row(views[0], views[1], step, views[2:])
+        yield Row(views[0], views[1], step, views[2:], first)
+        first += views[0].numel()
 
 
-def _run(layout: Layout, rows: list[Row], h: Hyper) -> None:
+def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     params, grads, steps, buffers, _ = zip(*rows, strict=True)
     state = [list(column) for column in zip(*buffers, strict=True)]
     dtype = state_dtype(params[0])
@@ -153,12 +165,16 @@ def _run(layout: Layout, rows: list[Row], h: Hyper) -> None:
     x = TensorList([param.to(dtype) for param in params])
     old = [TensorList(column) for column in state]
     grad = TensorList([grad.to(dtype) for grad in grads])
-    xp = ListFunctions(h.eps)
-    new = getattr(rule, layout.method)(xp, h, k, x, grad, *old)
+    rounds = batch.rounds(params[0])
+    xp = (ExactListFunctions if rounds else ListFunctions)(h.eps)
+    new = getattr(rule, batch.layout.method)(xp, h, k, x, grad, *old)
     if h.sums is not None:
         before, after, start = tuple(old[:2]), new[1:3], old[2:]
         sums = distance.step_sums(xp, h, k, x, grad, before, after, *start)
         h.sums.add_(torch.stack(sums).to(h.sums.device))
+    if rounds:
+        pairs = zip(new[0].tensors, rows, strict=True)
+        new = TensorList([rounding.rounded(y, row, h.momentum) for y, row in pairs]), *new[1:]
     for targets, value, before_step in zip((list(params), *state), new, (x, *old), strict=True):
         if value is not before_step:
             torch._foreach_copy_(targets, value.tensors)

@@ -81,7 +81,7 @@ def _wrong_state(
 
 
 def _launch(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
-    dense = [_dense(batch.layout, row) for row in batch.rows]
+    dense = [_dense(batch, row) for row in batch.rows]
     launch = make(batch._replace(rows=dense))
     table, _ = launch.table(array("q", (row.grad.data_ptr() for row in dense)).tobytes())
     launch.run(h, table)
@@ -102,11 +102,19 @@ def without_grads(batch: Batch) -> list[Any]:
 
 
 def addresses(batch: Batch) -> list[tuple[int, ...]]:
-    """A kernel's table: parameter, up to three buffers, step count and elements of each row."""
+    """A kernel's table.
+
+    Of each row the parameter, three buffers (0 for one that is not kept), the step count and the
+    number of elements; if it is rounded at random, also the length of a row of the parameter, the
+    first index and the spacing.
+    """
     rows = []
-    for param, _, step, buffers, _ in batch.rows:
+    for param, _, step, buffers, first in batch.rows:
         state = [buffer.data_ptr() for buffer in buffers] + [0] * (3 - len(buffers))
-        rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel()))
+        numbers = (0, 0, 1)
+        if batch.rounds(param):
+            numbers = (compact.row_length(param.shape), first, spacing(param))
+        rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel(), *numbers))
     return rows
 
 
@@ -136,20 +144,23 @@ def spacing(param: Tensor) -> int:
     return 1 if param.is_contiguous() else param[0, 0].numel()
 
 
-def _dense(layout: Layout, row: Row) -> Row:
+def _dense(batch: Batch, row: Row) -> Row:
     """The row if its tensors lie as a kernel wants them, else with copies that do.
 
     On one device, densely and alike. The blocks of codes follow the indices, so they have to be
-    contiguous, and their parameter contiguous or channels last.
+    contiguous. A parameter that is rounded by its indices has to be contiguous or channels last.
     """
     param, grad, step, buffers, _ = row
     step = step.to(param.device)
-    if layout.is_coded:
+    forms = FORMATS.get(param.dim(), PLAIN)
+    if batch.layout.is_coded:
         fits = all(buffer.is_contiguous() for buffer in buffers)
-        fits = fits and any(_lie_as(form, param, grad) for form in FORMATS.get(param.dim(), PLAIN))
+        fits = fits and any(_lie_as(form, param, grad) for form in forms)
     else:
         like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
         fits = memory.are_aligned(param, grad, *like_param)
+        if batch.rounds(param):
+            fits = fits and any(_lie_as(form, param) for form in forms)
     if fits:
         return row._replace(step=step)
     param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))

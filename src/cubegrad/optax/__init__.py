@@ -115,6 +115,7 @@ def madgrad(
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
     compact: bool = False,
+    stochastic_rounding: bool = False,
     lr_factor: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi), Algorithm 1.
@@ -141,6 +142,9 @@ def madgrad(
         compact: keep 4 bytes of state for a parameter instead of 12 (3 without momentum), in arrays
             of at least 4,096 elements with rows of at least 64 (docs/jax.md). Smaller ones keep
             what they keep otherwise, and state_dtype is for those alone.
+        stochastic_rounding: round bfloat16 and float16 parameters up or down at random, so that
+            moves below their last place are made on average. Their updates are float32, and
+            `optax.apply_updates` gives the rounded parameter. compact=True does so in any case.
         lr_factor: multiplies the estimated learning rate, a number or a schedule; 1 by default.
             decoupled_lr then decays by lr_factor alone, with a reference_lr of 1.
     """
@@ -165,6 +169,7 @@ def mirror_madgrad(
     mask: Tree | Callable[[Tree], Tree] | None = None,
     state_dtype: DTypeLike | None = None,
     compact: bool = False,
+    stochastic_rounding: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The mirror-descent form of MADGRAD, as `cubegrad.MirrorMADGRAD` derives it.
 

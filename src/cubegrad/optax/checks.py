@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     mask: Tree | Callable[[Tree], Tree] | None
     state_dtype: DTypeLike | None
     compact: bool
+    stochastic_rounding: bool
     lr_factor: ArrayLike | Schedule | None = None
 
     @property
@@ -43,6 +44,11 @@ class Settings(NamedTuple):
     @property
     def decoupled(self) -> bool:
         return self.decoupled_weight_decay or self.decoupled_lr
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether half-precision parameters are; those with codes always are."""
+        return self.compact or self.stochastic_rounding
 
     @property
     def no_momentum(self) -> bool:

@@ -9,9 +9,9 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from cubegrad import options
+from cubegrad import codec, options
 from cubegrad.codec import Codes
-from cubegrad.optax import auto, compact, xla
+from cubegrad.optax import auto, compact, rounding, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     buffer_names,
@@ -80,7 +80,7 @@ def transformation(
             # Until it has started, all gradients are 0, or some are not finite and none is used.
             started = auto.has_started(estimate)
             leaves = [leaf._replace(grad=jnp.where(started, leaf.grad, 0)) for leaf in leaves]
-        steps = [_step(rule, h, state.count, leaf, with_sums=settings.auto) for leaf in leaves]
+        steps = [_step(rule, h, state.count, leaf, settings) for leaf in leaves]
         if settings.auto:
             pairs = zip(leaves, steps, strict=True)
             sums = [(leaf.decays, part) for leaf, step in pairs for part in step.sums]
@@ -142,10 +142,10 @@ def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
     )
 
 
-def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
+def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) -> Step:
     """One parameter's step. The real and the imaginary part of a complex one take a step each."""
     if leaf.buffers.get("root_code") is not None:
-        return _coded_step(h, count, leaf, with_sums)
+        return _coded_step(h, count, leaf, settings.auto)
     kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
     dtype = compute_dtype(leaf.param, *kept.values())
     real = jnp.finfo(dtype).dtype
@@ -155,13 +155,17 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> St
     results, sums = [], []
     for old in real_parts(arrays):
         new = dict(zip(("param", *kept), rule(xla, h, step, **old), strict=True))
-        if with_sums:
+        if settings.auto:
             sums.append(auto.step_sums(h, step, old, new))
             new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
         results.append(new)
     new = from_real_parts(results)
+    move_dtype = leaf.param.dtype
+    if settings.rounds_at_random and move_dtype.name in codec.ROUND:
+        new["param"] = rounding.rounded(h, count, move_dtype.name, new["param"])
+        move_dtype = jnp.float32  # as of codes: no move in half precision leads to every number
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
-    move = (-(arrays["param"] - new["param"])).astype(leaf.param.dtype)
+    move = (-(arrays["param"] - new["param"])).astype(move_dtype)
     stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
 

@@ -38,6 +38,7 @@ class Flags(TypedDict, total=False):
     capturable: bool
     differentiable: bool
     compact: bool
+    stochastic_rounding: bool
 
 
 class BaseOptimizer(Optimizer):
@@ -66,6 +67,7 @@ class BaseOptimizer(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compact: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         auto_lr = options.auto_lr(self._method, lr)
         defaults = {
@@ -82,6 +84,7 @@ class BaseOptimizer(Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "compact": compact,
+            "stochastic_rounding": stochastic_rounding,
         }
         options.check(defaults)
         self._repeats = Repeats()
@@ -117,8 +120,8 @@ class BaseOptimizer(Optimizer):
         self._estimate = None
         if self._release is not None:
             self._release.forget_pass()
-        for name in ("auto_lr", "compact"):  # optimizers pickled by older versions lack them
-            self.defaults.setdefault(name, False)
+        for name in ("auto_lr", "compact", "stochastic_rounding"):
+            self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

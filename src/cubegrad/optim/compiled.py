@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cubegrad import sharding
+from cubegrad import options, sharding
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.optim import auto, step
@@ -22,14 +22,17 @@ Group = dict[str, Any]
 
 
 def can_be_traced(optimizer: "BaseOptimizer") -> bool:
-    """Not with sparse gradients, codes of sharded parameters, or the first step of lr="auto"."""
+    """Not with sparse gradients, sharded parameters with codes or rounded at random, or the first
+    step of lr="auto".
+    """
     groups = optimizer.param_groups
     grads = [param.grad for group in groups for param in group["params"]]
     if any(grad is not None and grad.is_sparse for grad in grads):
         return False
-    coded = [param for group in groups if group["compact"] for param in group["params"]]
-    if any(sharding.is_sharded(param) for param in coded):
-        return False
+    for group in groups:
+        for param in group["params"] if options.rounds_at_random(group) else ():
+            if sharding.is_sharded(param) and (group["compact"] or layout.is_half(param)):
+                return False
     return auto.can_be_traced(optimizer) or not any(group["auto_lr"] for group in groups)
 
 
@@ -86,7 +89,8 @@ def _step_rows(
             Row(layout.as_real(p), layout.as_real(g), k, tuple(map(layout.as_real, own)))
             for p, g, k, own in zip(params, grads, steps, buffers, strict=True)
         ]
-        eager.step(Batch(used, rows), h)
+        at_random = options.rounds_at_random(group)
+        eager.step(Batch(used, rows, rounds_at_random=at_random), h)
     idle += new_idle
 
 

@@ -19,8 +19,8 @@ from cubegrad.state import layout
 
 Group = dict[str, Any]
 
-# They decide which backend runs, and on which form of the state.
-FLAGS = ("foreach", "fused", "differentiable", "compact")
+# They decide which backend runs, on which form of the state, and how weights are rounded.
+FLAGS = ("foreach", "fused", "differentiable", "compact", "stochastic_rounding")
 NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 

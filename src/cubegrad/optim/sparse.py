@@ -51,13 +51,21 @@ def _obstacle(method: str, group: dict[str, Any]) -> str | None:
 
 
 def step_rows(
-    backend: Backend, h: Hyper, momentum: float | Tensor, members: list[Member]
+    backend: Backend,
+    h: Hyper,
+    momentum: float | Tensor,
+    members: list[Member],
+    rounds_at_random: bool,
 ) -> list[Member]:
-    """Step the members whose rows suffice; returns the others, with dense gradients."""
+    """Step the members whose rows suffice; returns the others, with dense gradients.
+
+    Rows that are cut out have lost their index in the whole parameter.
+    """
     rest = []
     for member in members:
         grad = member.row.grad
-        if grad.is_sparse and _rows_suffice(h, momentum, member):
+        by_rows = not member.needs_indices(rounds_at_random) and _rows_suffice(h, momentum, member)
+        if grad.is_sparse and by_rows:
             _step_rows(backend, h, member)
         else:
             # Coalesced first: a GPU otherwise adds half-precision duplicates in another order.
@@ -70,11 +78,9 @@ def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member) -> bool:
     """Whether rows without a gradient stay as they are.
 
     Not under decoupled decay, and not if x may still be on its way to z: then a buffer is still
-    held that a momentum of 0 does not need. Codes are rounded by their index in the whole
-    parameter, which rows that are cut out have lost.
+    held that a momentum of 0 does not need.
     """
-    stays = h.shrink is None and not isinstance(momentum, Tensor) and not member.drops
-    return stays and not member.layout.is_coded
+    return h.shrink is None and not isinstance(momentum, Tensor) and not member.drops
 
 
 def _step_rows(backend: Backend, h: Hyper, member: Member) -> None:

@@ -136,12 +136,14 @@ def step_group(
     members = gather(optimizer, group, Weight.of(h.lr, h.found_inf), backend.FUSED)
     if not members:
         return None
+    at_random = options.rounds_at_random(group)
     if not h.differentiable:
-        members = [_local(member) for member in members]
+        members = [_local(member, at_random) for member in members]
     dense = members
     if any(member.row.grad.is_sparse for member in members):
-        dense = sparse.step_rows(backend, h, group["momentum"], members)
-    batches = list(map(backend.checked, _batches(dense, apart_by_sharding=h.sums is not None)))
+        dense = sparse.step_rows(backend, h, group["momentum"], members, at_random)
+    gathered = _batches(dense, at_random, apart_by_sharding=h.sums is not None)
+    batches = list(map(backend.checked, gathered))
     launches = []
     for batch in batches:
         sums = None if h.sums is None else h.sums[batch.sharded_over]
@@ -245,18 +247,18 @@ def _drop_unneeded(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) 
         del optimizer.state[param][name]
 
 
-def _local(member: Member) -> Member:
+def _local(member: Member, at_random: bool) -> Member:
     """The member with what this process holds of its tensors."""
     param, grad, step, buffers, _ = member.row
     if type(grad) is not Tensor or sharding.is_sharded(param):
         local = tuple(map(sharding.local, buffers))
-        first = sharding.first_index(param) if member.layout.is_coded else 0
+        first = sharding.first_index(param) if member.needs_indices(at_random) else 0
         row = Row(sharding.local(param), sharding.gradient(grad, param), step, local, first)
         return member._replace(row=row)
     return member
 
 
-def _batches(members: list[Member], apart_by_sharding: bool) -> list[Batch]:
+def _batches(members: list[Member], at_random: bool, apart_by_sharding: bool) -> list[Batch]:
     """Members of one layout, device and dtype, and if sums are wanted, sharded alike."""
     batches: dict[Any, Batch] = {}
     for owner, used, row, _ in members:
@@ -267,5 +269,6 @@ def _batches(members: list[Member], apart_by_sharding: bool) -> list[Batch]:
             )
         over = sharding.sharded_over(owner) if apart_by_sharding else None
         key = used, over, row.param.device, row.param.dtype, row.grad.dtype
-        batches.setdefault(key, Batch(used, [], over)).rows.append(row)
+        batch = batches.setdefault(key, Batch(used, [], over, rounds_at_random=at_random))
+        batch.rows.append(row)
     return list(batches.values())

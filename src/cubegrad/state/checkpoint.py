@@ -40,7 +40,8 @@ def checked(
     checks.run()
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
-        new["compact"] = group["compact"]  # the next step changes the state to this form
+        for name in ("compact", "stochastic_rounding"):  # as the optimizer was built, not as saved
+            new[name] = group[name]
         options.check(new)
         if "param_names" in group:
             new.setdefault("param_names", group["param_names"])

@@ -202,7 +202,7 @@ def needed(method: str, group: Mapping[str, Any], param: Tensor) -> Layout:
     momentum = has_momentum(group["momentum"])
     if group["compact"] and compact.is_coded(param):
         return CODED_LAYOUTS[method][0 if momentum else -1]
-    if momentum or state_dtype(param) != param.dtype:
+    if momentum or is_half(param):
         return LAYOUTS[method][0]
     return LAYOUTS[method][-1]
 
@@ -218,6 +218,11 @@ def held(method: str, entries: Container[str]) -> Layout | None:
 def state_dtype(param: Tensor) -> torch.dtype:
     """At least float32: ν of a float16 gradient of 300 would overflow float16."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def is_half(param: Tensor) -> bool:
+    """Whether the parameter is of half precision, and its state is not."""
+    return state_dtype(param) != param.dtype
 
 
 def counts_on_device(group: dict[str, Any], fused: bool) -> bool:

@@ -1,5 +1,5 @@
 /* codec.py for one number, at one level of instructions: the same operations in the same order.
-   coded.h includes this file. */
+   kernels.h includes this file. */
 
 TARGET INLINE uint32_t NAME(mixed)(uint32_t x)
 {

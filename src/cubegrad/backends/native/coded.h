@@ -3,8 +3,6 @@
    of one size, unless it reads or writes codes: the compiler makes short vectors of a loop that
    mixes them. blocks.h includes this file. */
 
-#include "codec.h"
-
 struct NAME(block) {
     _Alignas(64) float x[BLOCK], g[BLOCK], m[BLOCK], r[BLOCK], x0[BLOCK], root[BLOCK];
     uint32_t bits[BLOCK];

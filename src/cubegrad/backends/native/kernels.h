@@ -4,6 +4,9 @@
    choose, the compiler made a call of a cube root, and no vectors. */
 
 #include "cube_root.h"
+#if !WIDE
+#include "codec.h"
+#endif
 
 /* s / (∛ν + ε), 0 where the denominator cannot be inverted. */
 TARGET INLINE REAL NAME(displacement)(REAL s, REAL root, REAL eps)
@@ -176,6 +179,32 @@ TARGET static void NAME(store)(char *restrict to, const REAL *restrict from, enu
         halves[i] = kind == HALF ? to_half((float)from[i]) : to_bfloat16((float)from[i]);
 }
 
+#if !WIDE
+/* Elements of a parameter, `at` being the first, become numbers of half precision at random, by
+   codec.round_param. Every loop has numbers of one size. */
+TARGET static void NAME(round_at_random)(const struct job *job, const struct row *row, int64_t at,
+                                         float *restrict x, int64_t n)
+{
+    uint32_t k = job->numbers.momentum == 0 ? 0 : (uint32_t)(int32_t)*row->step;
+    uint32_t first = (uint32_t)row->first + NAME(mixed)(k), bits[CHUNK];
+    if (row->spacing == 1)
+        for (int64_t i = 0; i < n; i++)
+            bits[i] = NAME(mixed)(first + (uint32_t)at + (uint32_t)i);
+    else
+        for (int64_t i = 0; i < n; i++) { /* the inverse of what fused.spacing says */
+            int64_t channels = row->length / row->spacing, j = (at + i) % row->length;
+            int64_t index = at + i - j + j % channels * row->spacing + j / channels;
+            bits[i] = NAME(mixed)(first + (uint32_t)index);
+        }
+    if (job->param == HALF)
+        for (int64_t i = 0; i < n; i++)
+            x[i] = NAME(round_half)(x[i], bits[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            x[i] = NAME(round_bfloat16)(x[i], bits[i]);
+}
+#endif
+
 TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, double k)
 {
     const struct numbers *n = &job->numbers;
@@ -234,6 +263,10 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
             NAME(update)(0, job, h, count, p, gradient, a, b, c);
         for (int64_t i = 0; c && i < count && h.shrink != 1; i++)
             c[i] *= h.shrink;
+#if !WIDE
+        if (job->at_random)
+            NAME(round_at_random)(job, row, at, x, count);
+#endif
         if (job->param != job->state)
             NAME(store)(param, x, job->param, count);
         if (sums && (at + CHUNK >= end || (at - begin) % FOLD == FOLD - CHUNK))

@@ -36,11 +36,12 @@ class Launch:
         is_coded = batch.layout.is_coded
         rows = fused.coded_addresses(batch) if is_coded else fused.addresses(batch)
         self.rows = array("q", chain.from_iterable(rows)).tobytes()
-        sizes = (row[8] if is_coded else row[-1] for row in rows)  # blocks, or elements
+        sizes = (row[8 if is_coded else 5] for row in rows)  # blocks, or elements
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
         param, grad, _, buffers, _ = batch.rows[0]
         state = CODES if is_coded else KINDS[buffers[0].dtype]
         self.kinds = (METHODS[batch.layout.method], KINDS[param.dtype], KINDS[grad.dtype], state)
+        self.at_random = batch.rounds(param)
 
     def table(self, grads: bytes) -> tuple[bytes, bool]:
         return grads, True
@@ -63,7 +64,7 @@ class Launch:
                     "dtype=torch.float64)"
                 )
             sums = h.sums.data_ptr()
-        how = (LEVEL, torch.get_num_threads(), sums)
+        how = (self.at_random, LEVEL, torch.get_num_threads(), sums)
         tensors.native.step(self.rows, self.starts, table, numbers, *self.kinds, *how)
 
 

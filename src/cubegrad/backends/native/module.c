@@ -38,8 +38,8 @@ static PyObject *any_within(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(step_doc,
-             "step(rows, starts, grads, numbers, method, param, grad, state, level, threads,\n"
-             "     sums)\n\n"
+             "step(rows, starts, grads, numbers, method, param, grad, state, at_random, level,\n"
+             "     threads, sums)\n\n"
              "One step over all rows, as step.h lays them out. `sums` is the address of three\n"
              "doubles, to which those of distance.step_sums are added, or 0. Who calls answers for the\n"
              "addresses; the sizes of the tables are checked here.");
@@ -48,10 +48,10 @@ static PyObject *step(PyObject *self, PyObject *args)
 {
     (void)self;
     Py_buffer rows, starts, grads, numbers;
-    int method, param, grad, state, level, threads, result = 0;
+    int method, param, grad, state, at_random, level, threads, result = 0;
     unsigned long long sums;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiiiK", &rows, &starts, &grads, &numbers, &method,
-                          &param, &grad, &state, &level, &threads, &sums))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiiiiK", &rows, &starts, &grads, &numbers, &method,
+                          &param, &grad, &state, &at_random, &level, &threads, &sums))
         return NULL;
     int64_t count = grads.len / (int64_t)sizeof(void *);
     int64_t row_size = state == CODES ? sizeof(struct coded_row) : sizeof(struct row);
@@ -61,11 +61,12 @@ static PyObject *step(PyObject *self, PyObject *args)
                 (unsigned)param <= DOUBLE && (unsigned)grad <= DOUBLE &&
                 state >= SINGLE && state <= CODES &&
                 (param == (state == CODES ? SINGLE : state) || param < SINGLE) &&
+                (!at_random || (param < SINGLE && state == SINGLE)) &&
                 level >= 0 && level <= (int)best_level() && (sums == 0 || method == MADGRAD);
     if (sound) {
         struct job job = {rows.buf, rows.buf, starts.buf, grads.buf, count, .method = method,
-                          .param = param, .grad = grad, .state = state, .level = level,
-                          .sums = (double *)(uintptr_t)sums};
+                          .param = param, .grad = grad, .state = state, .at_random = at_random,
+                          .level = level, .sums = (double *)(uintptr_t)sums};
         memcpy(&job.numbers, numbers.buf, sizeof job.numbers);
         PyThreadState *saved = PyEval_SaveThread();
         result = run_job(&job, torch_parallel_loop(), threads);

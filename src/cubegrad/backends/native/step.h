@@ -12,12 +12,12 @@ enum method { MADGRAD, MIRROR_MADGRAD };
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
-/* The addresses of a tensor and its state, and its number of elements.
+/* The addresses of a tensor and its state, and its number of elements, as fused.addresses lists them.
    MADGRAD: a is s, b is nu, c is x_0 or NULL. MirrorMADGRAD: a is nu, b is z, c is NULL. */
 struct row {
     void *param, *a, *b, *c;
     float *step;
-    int64_t size;
+    int64_t size, length, first, spacing; /* the last three for a job that rounds at random */
 };
 
 /* The addresses of a tensor and its codes, as fused.coded_addresses lists them; those of codes that
@@ -48,6 +48,7 @@ struct job {
     struct numbers numbers;
     enum method method;
     enum kind param, grad, state;
+    int at_random; /* a parameter of half precision is; one with CODES always */
     enum level level;
     double *sums; /* NULL, or three numbers to which those of distance.step_sums are added; MADGRAD only */
 };

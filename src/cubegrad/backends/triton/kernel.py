@@ -3,7 +3,11 @@
 import triton
 import triton.language as tl
 
-ROW = tl.constexpr(8)  # parameter, two or three buffers, step count, elements; 64 bytes
+from cubegrad.backends.triton.rounding import place_of, rounded_at
+
+# Parameter, two or three buffers, step count, elements; for parameters that are rounded at random,
+# the first index, and the length of a row above the 32 bits of the spacing. 64 bytes.
+ROW = tl.constexpr(8)
 COUNT = tl.constexpr(4)  # the place of the step count in a row
 # A block is summed up in pieces that one warp holds (of float32 state), so that no warp waits for
 # another before the unit is done.
@@ -73,7 +77,7 @@ def _load(address, offsets, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _update_madgrad(
     p_at, g_at, s_at, v_at, x0_at, left, weight, momentum, shrink, eps, decay, sign,
-    agreement, product, roots,
+    agreement, product, roots, place, first, length, spacing,
     CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -116,6 +120,8 @@ def _update_madgrad(
         x = x - (x - z) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
     else:
         x = x - (u - away * shrink)  # x_{k+1} = z_{k+1}
+    if place is not None:
+        x = rounded_at(x, place, first, length, spacing, P, BLOCK)
     tl.store(p_at, x.to(P), mask)
     return agreement, product, roots
 
@@ -123,6 +129,7 @@ def _update_madgrad(
 @triton.jit
 def _update_mirror(
     p_at, g_at, v_at, z_at, left, weight, fade, momentum, shrink, eps, decay, sign,
+    place, first, length, spacing,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of the mirror form; `weight` is γ (k+1)^{1/3}, `fade` √(k/(k+1))."""
@@ -141,25 +148,28 @@ def _update_mirror(
     x = x - (x - z) * (1 - momentum)
     tl.store(v_at, v, mask)
     tl.store(z_at, z, mask)
+    if place is not None:
+        x = rounded_at(x, place, first, length, spacing, P, BLOCK)
     tl.store(p_at, x.to(P), mask)
 
 
 @triton.jit
 def _update(
     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-    agreement, product, roots,
+    agreement, product, roots, place, first, length, spacing,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     if METHOD == "madgrad":
         agreement, product, roots = _update_madgrad(
             p_at, g_at, a_at, b_at, c_at, left, weight, momentum, shrink, eps, decay, sign,
-            agreement, product, roots, CENTRED, P, G, S, BLOCK, WHOLE, SUMS,
+            agreement, product, roots, place, first, length, spacing,
+            CENTRED, P, G, S, BLOCK, WHOLE, SUMS,
         )  # fmt: skip
     else:
         _update_mirror(
             p_at, g_at, a_at, b_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-            P, G, S, BLOCK, WHOLE,
+            place, first, length, spacing, P, G, S, BLOCK, WHOLE,
         )  # fmt: skip
     return agreement, product, roots
 
@@ -216,12 +226,13 @@ def step_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
     `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
-    `sums` has three rows with one number for each unit.
+    `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
+    are rounded at random.
     """
     eps, decay, sign = number(eps, S), number(decay, S), number(sign, S)
     lr = number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
@@ -236,6 +247,9 @@ def step_units(
             weight, fade = lr * square_root(k + 1), k
         else:
             weight, fade = lr * cbrt(k + 1), square_root(k / (k + 1))
+        place, first, row_length, spacing = None, None, None, None
+        if AT_RANDOM:
+            place, first, row_length, spacing = place_of(rows, ROW, units, length, momentum)
         aligned = ((p_at | g_at | a_at | b_at | c_at) & 15) == 0
         zeros = tl.zeros((PIECES,), S)
         agreement, product, roots = zeros, zeros, zeros
@@ -244,15 +258,19 @@ def step_units(
                 agreement, product, roots = _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
+                    place, first, row_length, spacing,
                     METHOD, CENTRED, P, G, S, BLOCK, True, sums is not None,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
+                    place, first, row_length, spacing,
                     METHOD, CENTRED, P, G, S, BLOCK, False, sums is not None,
                 )  # fmt: skip
             left -= BLOCK
+            if AT_RANDOM:
+                place += BLOCK
             p_at += BLOCK * (P.primitive_bitwidth // 8)
             g_at += BLOCK * (G.primitive_bitwidth // 8)
             a_at += BLOCK * (S.primitive_bitwidth // 8)

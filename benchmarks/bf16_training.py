@@ -1,0 +1,298 @@
+"""Do bfloat16 weights learn? A GPT on bytes, with bfloat16 weights and with float32 ones.
+
+    PYTHONPATH=src python3 benchmarks/bf16_training.py --text novels.txt --out runs/bf16 --workers 6
+    ... --minutes 5          start no run that would probably end later
+    ... --table              only print the table of what is in --out
+    ... --preset cpu --text README.md --out /tmp/bf16   a smoke test
+
+The learning rates are small on purpose: most moves are then below half a unit in the last place of
+a bfloat16 weight, and rounding to nearest loses them. Activations are bfloat16 in every run, so
+only the weights differ: bfloat16 throughout, or float32 under autocast. Runs with one seed have
+the same initial weights and batches. Runs that are in --out are not repeated.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from facts import processor, version
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from cubegrad import MADGRAD
+from cubegrad.study.graphs import GraphedStep
+from cubegrad.study.processes import die_with_parent, no_interrupts
+
+Record = dict[str, Any]
+SGD, ADAMW, AT_RANDOM = torch.optim.SGD, torch.optim.AdamW, {"stochastic_rounding": True}
+BYTES = 256
+VALIDATION = 0.05  # of the text, at its end
+CURVE = 20  # points
+LAST = 0.1  # of the run, in which it is counted how many weights move
+
+
+class Preset(NamedTuple):
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    seeds: int
+    validation_batches: int
+
+
+PRESETS = {
+    "gpu": Preset(320, 6, 5, 256, 32, 2500, 3, 50),  # 7.6M parameters
+    "cpu": Preset(32, 1, 2, 32, 4, 40, 2, 2),
+}
+
+
+class Method(NamedTuple):
+    name: str
+    family: str  # methods of one family are compared with the one of it that has float32 weights
+    weights: str
+    lr: float
+    build: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+ALL = (
+    Method("MADGRAD, float32 weights", "MADGRAD", "float32", 2e-3, MADGRAD, {}),
+    Method("MADGRAD, to nearest", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {}),
+    Method("MADGRAD, stochastic_rounding", "MADGRAD", "bfloat16", 2e-3, MADGRAD, AT_RANDOM),
+    Method("MADGRAD, compact", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {"compact": True}),
+    Method("AdamW, float32 weights", "AdamW", "float32", 1e-4, ADAMW, {"weight_decay": 0.0}),
+    Method("AdamW", "AdamW", "bfloat16", 1e-4, ADAMW, {"weight_decay": 0.0}),
+    Method("SGD, float32 weights", "SGD", "float32", 0.02, SGD, {"momentum": 0.9}),
+    Method("SGD", "SGD", "bfloat16", 0.02, SGD, {"momentum": 0.9}),
+)
+METHODS = {method.name: method for method in ALL}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.into = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.into(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, preset: Preset) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, preset.width)
+        self.places = nn.Parameter(torch.zeros(preset.context, preset.width))
+        each = [Block(preset.width, preset.heads) for _ in range(preset.layers)]
+        self.blocks = nn.Sequential(*each)
+        self.norm = nn.LayerNorm(preset.width)
+        for name, param in self.named_parameters():
+            if param.dim() == 2:
+                residual = name.endswith(("out.weight", "narrow.weight"))
+                nn.init.normal_(param, std=0.02 / (2 * preset.layers if residual else 1) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = (self.bytes(x) + self.places).to(torch.bfloat16)
+        hidden = self.norm(self.blocks(first))
+        return hidden @ self.bytes.weight.to(hidden.dtype).T
+
+
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    # Without the cache, which would keep weights of the step before in a CUDA graph.
+    with torch.autocast(windows.device.type, torch.bfloat16, cache_enabled=False):
+        logits = model(windows[:, :-1])
+    return cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+class Text:
+    """Windows of bytes, on the device."""
+
+    def __init__(self, path: Path, preset: Preset, device: str) -> None:
+        held = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).to(device)
+        last = max(int(len(held) * VALIDATION), 2 * preset.context)
+        self.parts = {"train": held[:-last], "validation": held[-last:]}
+        self.inside = torch.arange(preset.context + 1, device=device)
+        if len(held) < 4 * preset.context:
+            raise SystemExit(
+                f"{path} has {len(held)} bytes; {4 * preset.context} or more are needed: use a "
+                "longer text"
+            )
+
+    def windows(self, part: str, seed: int, batches: int, size: int) -> Iterator[Tensor]:
+        held, generator = self.parts[part], torch.Generator().manual_seed(seed)
+        high = len(held) - len(self.inside) + 1
+        starts = torch.randint(high, (batches, size, 1), generator=generator).to(held.device)
+        for some in starts:
+            yield held[some + self.inside].long()
+
+
+def factor(step: int, steps: int) -> float:
+    """Of the learning rate: a short warm-up, then down to a tenth in a straight line."""
+    return min(1.0, (step + 1) / (0.04 * steps), 1 - 0.9 * step / steps)
+
+
+def train(name: str, lr: float, seed: int, preset_name: str, text: Path, device: str) -> Record:
+    method, preset = METHODS[name], PRESETS[preset_name]
+    torch.manual_seed(seed)
+    model = GPT(preset).to(device, getattr(torch, method.weights))
+    optimizer = method.build(model.parameters(), lr=lr, fused=True, **method.options)
+    words, started = Text(text, preset, device), time.monotonic()
+    graphed = GraphedStep(model, loss_of, preset.batch) if device == "cuda" else None
+    curve, total, since = [], torch.zeros((), device=device), 0
+    every, early = max(1, preset.steps // CURVE), list[Tensor]()
+    for step, batch in enumerate(words.windows("train", seed, preset.steps, preset.batch)):
+        if step == int(preset.steps * (1 - LAST)):
+            early = [param.detach().clone() for param in model.parameters()]
+        for group in optimizer.param_groups:
+            group["lr"] = lr * factor(step, preset.steps)
+        if graphed is not None:
+            loss = graphed(optimizer, (batch,))
+        else:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+        total, since = total + loss.detach(), since + 1
+        if since == every or step + 1 == preset.steps:
+            curve.append((step + 1, round(total.item() / since, 5)))
+            total, since = torch.zeros((), device=device), 0
+    pairs = zip(model.parameters(), early, strict=True)
+    moved = sum(int((param != old).sum()) for param, old in pairs)
+    with torch.no_grad():
+        held_out = words.windows("validation", 0, preset.validation_batches, preset.batch)
+        validation = statistics.fmean(loss_of(model, batch).item() for batch in held_out)
+    return {
+        "method": name,
+        "lr": lr,
+        "seed": seed,
+        "preset": preset_name,
+        "steps": preset.steps,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "validation": validation,
+        "moved": moved / sum(old.numel() for old in early),
+        "curve": curve,
+        "seconds": round(time.monotonic() - started, 1),
+        "text": text.name,
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "torch": version("torch"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def load(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(records: Sequence[Record]) -> str:
+    """Means over the seeds with two standard errors; differences are seed for seed."""
+    found: dict[tuple[Method, float], dict[int, Record]] = defaultdict(dict)
+    for record in records:
+        found[METHODS[record["method"]], record["lr"]][record["seed"]] = record
+    head = "weights,optimizer,lr,seeds,validation loss,above float32 weights,moved in last tenth"
+    lines = [head.split(",")]
+    for method, rate in sorted(found, key=lambda pair: (ALL.index(pair[0]), pair[1])):
+        runs = found[method, rate]
+        full = [m for m in ALL if (m.family, m.weights) == (method.family, "float32")]
+        exact = found.get((full[0], rate), {})
+        shared = sorted(runs.keys() & exact.keys())
+        above = [runs[seed]["validation"] - exact[seed]["validation"] for seed in shared]
+        share = statistics.fmean(run["moved"] for run in runs.values())
+        result = _mean([run["validation"] for run in runs.values()])
+        more = "" if method is full[0] or not above else _mean(above, sign="+")
+        cells = [method.weights, method.name, f"{rate:g}", str(len(runs)), result, more]
+        lines.append([*cells, f"{100 * share:.1f} %"])
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _mean(values: Sequence[float], sign: str = "") -> str:
+    mean = f"{statistics.fmean(values):{sign}.4f}"
+    errors = [2 * statistics.stdev(values) / math.sqrt(len(values))] if len(values) > 1 else []
+    return " ± ".join([mean, *(f"{error:.4f}" for error in errors)])
+
+
+def say(words: str) -> None:
+    sys.stdout.write(f"{words}\n")
+    sys.stdout.flush()
+
+
+def run_all(jobs: list[tuple[Any, ...]], options: argparse.Namespace, file: Path) -> None:
+    started, longest = time.monotonic(), 0.0
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(options.workers, context, initializer=die_with_parent)
+    with pool:
+        running: set[Future[Record]] = set()
+        count, done = len(jobs), 0
+        while jobs or running:
+            left = options.minutes * 60 - (time.monotonic() - started)
+            if jobs and longest > left:
+                say(f"{len(jobs)} runs are left for the next call: {left:.0f} s are not enough")
+                jobs = []
+            while jobs and len(running) < options.workers:
+                with no_interrupts():
+                    running.add(pool.submit(train, *jobs.pop(0)))
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                record, done = future.result(), done + 1
+                with file.open("a") as out:
+                    out.write(json.dumps(record) + "\n")
+                longest = max(longest, record["seconds"])
+                what = f"{record['method']}, seed {record['seed']}"
+                result = f"validation loss {record['validation']:.4f} in {record['seconds']} s"
+                say(f"{done}/{count} {what}: {result}")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--text", type=Path, help="a plain text file")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of records.jsonl")
+    parser.add_argument("--preset", choices=PRESETS, default="gpu")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--lr", nargs=2, action="append", default=[], metavar=("FAMILY", "LR"))
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--table", action="store_true", help="print the table and run nothing")
+    options = parser.parse_args(words)
+    file = options.out / "records.jsonl"
+    device = "cpu" if options.preset == "cpu" else "cuda"
+    rates = {family: float(lr) for family, lr in options.lr}
+    names = ("method", "lr", "seed", "preset")
+    known = {tuple(record[name] for name in names) for record in load(file)}
+    if not options.table:
+        if options.text is None or not options.text.is_file():
+            parser.error(f"--text {options.text} must be a file; give a plain text of some MB")
+        options.out.mkdir(parents=True, exist_ok=True)
+        wanted = [
+            (name, rates.get(METHODS[name].family, METHODS[name].lr), seed, options.preset)
+            for seed in range(PRESETS[options.preset].seeds)
+            for name in options.methods
+        ]
+        jobs = [(*one, options.text.resolve(), device) for one in wanted if one not in known]
+        run_all(jobs, options, file)
+    say(table([record for record in load(file) if record["preset"] == options.preset]))
+
+
+if __name__ == "__main__":
+    main()

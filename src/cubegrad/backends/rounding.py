@@ -1,0 +1,28 @@
+"""Half-precision parameters rounded at random, for eager and foreach."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cubegrad import codec
+from cubegrad.backends.batch import Row
+from cubegrad.functions import CodedFunctions
+
+
+def indices(param: Tensor, first: int) -> Tensor:
+    """The coordinates' indices in the whole parameter, modulo 2^32, in the shape of this part."""
+    start = (first + 2**31) % 2**32 - 2**31
+    numbers = torch.arange(param.numel(), dtype=torch.int32, device=param.device) + start
+    return numbers.reshape(param.shape)
+
+
+def rounded(x: Tensor, row: Row, momentum: Any) -> Tensor:
+    """The row's new parameter, in float32, rounded to numbers of the parameter's dtype."""
+    param, step = row.param, row.step.to(torch.int32)
+    if isinstance(momentum, Tensor):
+        momentum = momentum.to(step.device)
+    name = str(param.dtype).removeprefix("torch.")
+    index = indices(param, row.first_index)
+    new: Tensor = codec.round_param(CodedFunctions, name, x, step, index, momentum)
+    return new
