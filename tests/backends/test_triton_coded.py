@@ -106,7 +106,7 @@ def check_equal_steps(method, params, twins, options, steps=3):
         for param, twin in zip(params, twins, strict=True):
             for name, value in eager.state[param].items():
                 if name == "step" or name.startswith("initial") or name == "root_scale":
-                    assert torch.equal(value, fused.state[twin][name])
+                    assert torch.equal(value.cpu(), fused.state[twin][name].cpu())
             apart = (param - twin).abs() > (0 if half else 1e-6)
             assert apart.sum() <= 2 + param.numel() * ROUNDED_APART[param.dtype]
 

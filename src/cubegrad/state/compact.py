@@ -17,7 +17,7 @@ from cubegrad.functions import TorchFunctions
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64})
 # Numbers that are encoded at once where no kernel does it: it bounds the temporaries.
-PIECE = 2**22
+PIECE = 2**20
 
 
 def is_coded(param: Tensor) -> bool:
