@@ -12,7 +12,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -101,9 +100,21 @@ class Rounded(Optimizer):
         param.copy_(compact.joined(x, param.shape) if coded else x)
 
 
-def final_loss(data: Path, name: str, seed: int) -> float:
-    problem = finetune()
-    make = partial(Rounded, rounded=VARIANTS[name], seed=seed)
+def share_far_below(optimizer: Rounded) -> float:
+    """Of the roots, those more than 7 binades below the largest of their block."""
+    roots = [s["root"] for p, s in optimizer.state.items() if compact.is_coded(p)]
+    far = sum(((r > 0) & (r < r.amax(-1, keepdim=True) / 128)).sum().item() for r in roots)
+    return float(far / sum((root > 0).sum().item() for root in roots))
+
+
+def train_once(data: Path, name: str, seed: int) -> tuple[float, float]:
+    """The loss, and the share of roots far below their block's largest."""
+    problem, made = finetune(), list[Rounded]()
+
+    def make(params: Iterable[Tensor], lr: float, weight_decay: float) -> Rounded:
+        made.append(Rounded(params, lr, weight_decay, VARIANTS[name], seed))
+        return made[-1]
+
     methods.METHODS["rounded"] = methods.Method("rounded", make, (LR, LR))
     preset = problem.presets["cpu"]
     plan = Plan(problem, "cpu", preset, (), "cpu")
@@ -114,7 +125,7 @@ def final_loss(data: Path, name: str, seed: int) -> float:
     checkpoint.unlink(missing_ok=True)
     loss = record.last("loss")
     assert loss is not None
-    return loss
+    return loss, share_far_below(made[-1])
 
 
 def main() -> None:
@@ -133,8 +144,10 @@ def main() -> None:
     print("| rounded | loss, bits | better by |\n| --- | --- | --- |")
     for name in chosen:
         for seed in range(1, options.seeds + 1):
-            losses[name].append(final_loss(options.data, name, seed))
-            print(f"{name}, seed {seed}: {losses[name][-1]:.5f}", file=sys.stderr, flush=True)
+            loss, share = train_once(options.data, name, seed)
+            losses[name].append(loss)
+            text = f"{name}, seed {seed}: loss {loss:.5f}, roots below 2^-7: {1e6 * share:.1f} ppm"
+            print(text, file=sys.stderr, flush=True)
         print(row(name, losses[name], losses["nothing"]), flush=True)
 
 

@@ -24,10 +24,13 @@ def spread(row: Row) -> float:
     return stdev(row.float32) or 1.0
 
 
-def label(row: Row) -> str:
-    method = "" if row.settings.method == "madgrad" else f" {row.settings.method}"
-    rate = f" lr {row.settings.lr:g}" if row.settings.problem == "digits-long" else ""
-    return f"{row.settings.problem}{method}{rate}, {row.metric}"
+def label(row: Row, panel: list[Row]) -> str:
+    """The problem and the metric, and whatever else tells the row from the others."""
+    own, others = row.settings, [other.settings for other in panel]
+    alike = [other for other in others if other.problem == own.problem]
+    parts = {"method": own.method, "lr": f"lr {own.lr:g}", "epochs": f"{own.epochs} epochs"}
+    apart = [text for name, text in parts.items() if len({getattr(o, name) for o in alike}) > 1]
+    return f"{' '.join([own.problem, *apart])}, {row.metric}"
 
 
 def draw(axes: Axes, panel: list[Row]) -> None:
@@ -39,7 +42,7 @@ def draw(axes: Axes, panel: list[Row]) -> None:
         text = f"{signed(row.gain, row.unit)} {row.unit}"
         axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center")
     axes.axvline(0, color="black", linewidth=0.8, zorder=0)
-    axes.set_yticks(range(len(panel)), [label(row) for row in panel])
+    axes.set_yticks(range(len(panel)), [label(row, panel) for row in panel])
     axes.invert_yaxis()
     most = max((abs(x) for x in axes.get_xlim()), default=1.0)
     axes.set_xlim(-most, most)
