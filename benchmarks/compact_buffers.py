@@ -90,10 +90,10 @@ class Rounded(Optimizer):
         if coded and self.root_places:
             bits = torch.randint(0, 2**31, x.shape, generator=self.random, dtype=torch.int32)
             rounded = codec.encode_roots(
-                CodedFunctions, root, bits, self.root_places, state["scale"]
+                CodedFunctions, root, bits, 6 - self.root_places, state["scale"]
             )
             root, state["scale"] = (
-                codec.decode_roots(CodedFunctions, *rounded, self.root_places),
+                codec.decode_roots(CodedFunctions, *rounded),
                 rounded[1],
             )
         state["offset"], state["root"] = offset, root

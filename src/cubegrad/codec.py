@@ -39,10 +39,11 @@ LARGEST_INITIAL = 32767  # int16
 ONE = 0x3F800000  # the bits of 1.0
 EXPONENT = 0x7F800000
 MANTISSA = 23
-# A root keeps 3 bits of its exponent, and of its mantissa 6 bits: the last of them is the lowest
-# bit of the offset's code. Where no offset is kept there are 5. With 4 bits each, fine-tuning lost
-# 0.05 % of the loss; the offset and x_0 cost nothing that could be measured.
-PLACES, PLACES_ALONE = 6, 5
+# A root keeps 3 bits of its exponent and 6 of its mantissa: what is cut off are 17 bits. The last
+# one that is kept is the lowest bit of the offset's code; without momentum it is 0. With 4 bits of
+# mantissa, fine-tuning lost 0.05 % of the loss. Rounding the offset and x_0 cost nothing that could
+# be measured.
+CUT = 17
 BINADES = 7 << MANTISSA  # from the smallest root of a block to the largest
 
 
@@ -83,30 +84,30 @@ def encode_roots(
     xp: Namespace,
     roots: Array,
     bits: Array | None,
-    places: int,
+    cleared: int = 0,
     least_scale: Array | float = 0.0,
 ) -> tuple[Array, Array]:
-    """Codes as int32, and the scale, a power of two.
+    """Codes of 9 bits, as int32, and the scale, a power of two.
 
-    A code is a float without a sign: 3 bits of exponent, relative to the scale's, and `places` bits
-    of mantissa. 0 means a root of 0. A root too small for the smallest code gets that one: it then
-    moves in smaller steps, but is not taken for one that has had no gradient yet. Without `bits`
-    roots are rounded to the nearest code. The scale is at least `least_scale`.
+    A code is a float without a sign: 3 bits of exponent, relative to the scale's, and 6 bits of
+    mantissa, of which so many of the lowest are `cleared`. 0 means a root of 0. A root too small
+    for the smallest code gets that one: it then moves in smaller steps, but is not taken for one
+    that has had no gradient yet. Without `bits` roots are rounded to the nearest code. The scale is
+    at least `least_scale`.
     """
-    # The smallest code has a bit that is not the one which the offset's code takes.
-    cut, least = MANTISSA - places, 2 if places == PLACES else 1
-    low = 1 << (cut - 1) if bits is None else bits & ((1 << cut) - 1)
+    unit = 1 << (cleared + CUT)  # from one code to the next
+    low = unit >> 1 if bits is None else bits & (unit - 1)
     roots = xp.where(xp.isfinite(roots), roots, 0.0)
-    most = xp.bits(xp.largest(roots)) + ((1 << cut) - 1)  # the largest may be rounded up
+    most = xp.bits(xp.largest(roots)) + (unit - 1)  # the largest may be rounded up
     scale = xp.from_bits(most & EXPONENT)
     scale = xp.where(scale > least_scale, scale, least_scale)
-    codes = (xp.bits(roots) + low - (xp.bits(scale) - BINADES)) >> cut
-    return xp.where(roots > 0, xp.where(codes > least, codes, least), 0), scale
+    codes = ((xp.bits(roots) + low - (xp.bits(scale) - BINADES)) & -unit) >> CUT
+    return xp.where(roots > 0, xp.where(codes > 2, codes, 2), 0), scale
 
 
-def decode_roots(xp: Namespace, codes: Array, scale: Array, places: int) -> Array:
+def decode_roots(xp: Namespace, codes: Array, scale: Array) -> Array:
     """`codes` as int32."""
-    bits = (codes << (MANTISSA - places)) + (xp.bits(scale) - BINADES)
+    bits = (codes << CUT) + (xp.bits(scale) - BINADES)
     return xp.where(codes > 0, xp.from_bits(bits), 0.0)
 
 
@@ -153,11 +154,6 @@ class Codes(NamedTuple):
     initial: Array | None  # x_0 in int16, or in the dtype of half precision; not in the mirror form
     initial_scale: Array | None
 
-    @property
-    def root_places(self) -> int:
-        """Bits of mantissa that a root has."""
-        return PLACES_ALONE if self.offset is None else PLACES
-
 
 class Values(NamedTuple):
     """What the codes stand for."""
@@ -174,11 +170,11 @@ class Values(NamedTuple):
 
 def unpacked(xp: Namespace, codes: Codes) -> tuple[Array | None, Array]:
     """The codes of the offset and of the root, as int32."""
-    root = xp.int32(codes.root)
+    root = xp.int32(codes.root) << 1
     if codes.offset is None:
         return None, root
     both = xp.int32(codes.offset)
-    return both >> 1, (root << 1) + (both & 1)
+    return both >> 1, root + (both & 1)
 
 
 def decode(xp: Namespace, codes: Codes) -> Values:
@@ -186,7 +182,7 @@ def decode(xp: Namespace, codes: Codes) -> Values:
     if offset is not None:
         offset = xp.float32(offset) * codes.offset_scale
     initial = None if codes.initial is None else xp.float32(codes.initial) * codes.initial_scale
-    return Values(offset, decode_roots(xp, root, codes.root_scale, codes.root_places), initial)
+    return Values(offset, decode_roots(xp, root, codes.root_scale), initial)
 
 
 def encode(
@@ -195,17 +191,22 @@ def encode(
     root: Array,
     old: Codes,
     bits: Array | None = None,
+    momentum: Scalar | None = None,
 ) -> Codes:
     """The new codes: the offset's with its scale, and those of the root.
 
     Without `bits` the root is rounded to nearest. x_0 stays as it is.
     """
+    # An offset may still be held when momentum is 0, to be dropped after this step.
+    is_number = isinstance(momentum, int | float)
+    cleared = 1 if old.offset is None or (is_number and momentum == 0) else 0
     # MADGRAD's roots never fall, so that a scale which falls could only be rounding.
     least = 0.0 if old.initial is None else old.root_scale
-    root, root_scale = encode_roots(xp, root, bits, old.root_places, least)
+    root, root_scale = encode_roots(xp, root, bits, cleared, least)
     code, offset_scale = offset
     if code is not None:
-        code, root = xp.int32(code) * 2 + (root & 1), root >> 1
+        code = xp.int32(code) * 2 + (root & 1)
+    root = root >> 1
     return old._replace(offset=code, offset_scale=offset_scale, root=root, root_scale=root_scale)
 
 
@@ -268,4 +269,4 @@ def step(
             away = old.away(xp, param)
             sums = distance.step_sums_from_root(xp, h, step, grad, away, root, new_away)
         codes = codes._replace(initial_scale=rule.shrunk(h, codes.initial_scale))
-    return new_param, encode(xp, offset, root, codes, bits), sums
+    return new_param, encode(xp, offset, root, codes, bits, h.momentum), sums

@@ -70,7 +70,8 @@ def codes_of(optimizer, param):
     state = optimizer.state[param]
     held = layout.held(optimizer._method, state)
     codes = held.codes([state[name] for name in held.buffers])
-    return codec.unpacked(CodedFunctions, codes)
+    offset, root = codec.unpacked(CodedFunctions, codes)
+    return offset, root if offset is not None else root >> 1  # 0 is the lowest bit then
 
 
 def differing_codes(one, other):

@@ -85,7 +85,10 @@ def sizes(codes, shape):
     """Codes of roots counted from one zero for all blocks; a scale may differ by a factor of 2."""
     binades = torch.log2(codes.root_scale.clamp(min=2.0**-126)).int()
     _, root = codec.unpacked(CodedFunctions, codes)
-    return root + 2**codes.root_places * compact.joined(
+    per_binade = 64
+    if codes.offset is None:
+        root, per_binade = root >> 1, 32
+    return root + per_binade * compact.joined(
         binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, compact.row_length(shape))), shape
     )
 

@@ -40,7 +40,8 @@ def compile_for_codes():
     for method, has_offset, whole in itertools.product(METHODS, (True, False), (True, False)):
         for dtype in (tl.float32, tl.bfloat16):
             constants = {"METHOD": method, "HAS_OFFSET": has_offset, "P": dtype, "G": dtype}
-            constants |= {"ALL_WHOLE": whole, "PLAIN": whole, "NO_EPS": not whole}
+            constants |= {"ALL_WHOLE": whole, "LOW_BIT": int(whole)}
+            constants |= {"PLAIN": whole, "NO_EPS": not whole}
             tensors = [] if whole else list(POINTERS)
             compile_kernel(step_coded_units, constants, tensors, 1, 64 if whole else 96)
 

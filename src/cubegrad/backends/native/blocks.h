@@ -28,11 +28,12 @@ TARGET INLINE float NAME(largest_finite)(float *restrict values, int64_t n)
 }
 
 /* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, is z when this is called:
-   it becomes what the codes leave of z, which so stays exact. The lowest bit is that of `roots`. */
+   it becomes what the codes leave of z, which so stays exact. The lowest bit is that of the root's code,
+   if `low_bit` is 1. */
 TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x,
                                          const uint32_t *restrict bits,
-                                         const int32_t *restrict roots, int8_t *restrict codes,
-                                         int64_t n, int64_t wide)
+                                         const int32_t *restrict roots, uint32_t low_bit,
+                                         int8_t *restrict codes, int64_t n, int64_t wide)
 {
     float scale = NAME(largest_finite)(m, wide) * (1.000001f / 63.0f), inverse = 1 / scale;
     inverse = inverse < (float)INFINITY ? inverse : 0;
@@ -46,23 +47,25 @@ TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x
         for (int64_t i = 0; i < n; i++)
             m[i] = NAME(offset_code)(m[i], inverse, bits[i]);
     for (int64_t i = 0; i < n; i++)
-        codes[i] = (int8_t)(bits_of(m[i]) << 1 | ((uint32_t)roots[i] & 1));
+        codes[i] = (int8_t)(bits_of(m[i]) << 1 | ((uint32_t)roots[i] & low_bit));
     return scale;
 }
 
-/* `wide_codes` are the codes with their lowest bit, which `codes` have not if cut is CUT. */
+/* `nine` are the codes with their lowest bit, `codes` those without. */
 TARGET INLINE float NAME(encode_roots)(float *restrict root, const uint32_t *restrict bits,
-                                       int32_t *restrict wide_codes, uint8_t *restrict codes,
-                                       int cut, float least, int64_t n, int64_t wide)
+                                       uint32_t low_bit, int32_t *restrict nine,
+                                       uint8_t *restrict codes, float least, int64_t n,
+                                       int64_t wide)
 {
     uint32_t most = bits_of(NAME(largest_finite)(root, wide));
-    float scale = single_of((most + ((1u << cut) - 1)) & 0x7f800000);
+    uint32_t places = ((2 - low_bit) << CUT) - 1;
+    float scale = single_of((most + places) & 0x7f800000);
     scale = scale > least ? scale : least;
     int32_t base = (int32_t)bits_of(scale) - BINADES;
     for (int64_t i = 0; i < n; i++)
-        wide_codes[i] = NAME(root_code)(root[i], base, bits[i], cut);
+        nine[i] = NAME(root_code)(root[i], base, bits[i], places);
     for (int64_t i = 0; i < n; i++)
-        codes[i] = (uint8_t)(wide_codes[i] >> (CUT_ALONE - cut));
+        codes[i] = (uint8_t)(nine[i] >> 1);
     return scale;
 }
 
@@ -130,22 +133,18 @@ TARGET INLINE void NAME(decode)(struct NAME(block) *restrict b, const struct cod
 }
 
 TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct coded_row *restrict row,
-                                float_at *x, float shrink, int64_t q, int64_t at, int64_t n,
-                                int64_t wide)
+                                float_at *x, float shrink, uint32_t low_bit, int64_t q,
+                                int64_t at, int64_t n, int64_t wide)
 {
     float_at *offset_scale = row->offset_scale, *root_scale = row->root_scale;
     float_at *initial_scale = row->initial_scale;
     /* MADGRAD's roots never fall, so that a scale which falls could only be rounding. */
     float least = row->initial ? root_scale[q] : 0;
-    uint8_t *roots = row->root + at;
-    if (row->offset) {
-        int8_t *offsets = row->offset + at;
-        root_scale[q] = NAME(encode_roots)(b->root, b->bits, b->codes, roots, CUT, least, n, wide);
-        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, b->codes, offsets, n, wide);
-    } else {
-        root_scale[q] =
-            NAME(encode_roots)(b->root, b->bits, b->codes, roots, CUT_ALONE, least, n, wide);
-    }
+    root_scale[q] =
+        NAME(encode_roots)(b->root, b->bits, low_bit, b->codes, row->root + at, least, n, wide);
+    if (row->offset)
+        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, b->codes, low_bit,
+                                               row->offset + at, n, wide);
     if (row->initial && shrink != 1)
         initial_scale[q] *= shrink;
 }
@@ -163,6 +162,7 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
     uint32_t seed = (uint32_t)row->first + NAME(mixed)((uint32_t)(int32_t)*row->step);
     int64_t each = (row->length + BLOCK - 1) / BLOCK;
     int64_t from = begin % each * BLOCK, at = begin / each * row->length + from, n;
+    uint32_t low_bit = row->offset && job->numbers.momentum != 0;
     struct NAME(block) b;
     struct NAME(lanes) lanes = {0};
     for (int64_t q = begin; q < end; q++, at += n, from = from + n < row->length ? from + n : 0) {
@@ -181,9 +181,9 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
         float_at *exact = job->param == SINGLE ? param : NULL;
         if (n == BLOCK)
-            NAME(encode)(&b, row, exact, h.shrink, q, at, BLOCK, BLOCK);
+            NAME(encode)(&b, row, exact, h.shrink, low_bit, q, at, BLOCK, BLOCK);
         else
-            NAME(encode)(&b, row, exact, h.shrink, q, at, n, wide);
+            NAME(encode)(&b, row, exact, h.shrink, low_bit, q, at, n, wide);
         if (param == b.x)
             NAME(write)(&x, b.x, b.raw);
         if (sums && (q + 1 == end || (q - begin) % (FOLD / BLOCK) == FOLD / BLOCK - 1))

@@ -54,12 +54,11 @@ TARGET INLINE float NAME(offset_code)(float offset, float inverse, uint32_t bits
     return offset * inverse + dither + MIDDLE;
 }
 
-/* `base` is the bits of a root whose code would be 0. No code exceeds its bits: the scale has room for
-   the block's largest root rounded up. */
-TARGET INLINE int32_t NAME(root_code)(float root, int32_t base, uint32_t bits, int cut)
+/* `base` is the bits of a root whose code would be 0, `places` those that are rounded away. No code
+   exceeds its 9 bits: the scale has room for the block's largest root rounded up. */
+TARGET INLINE int32_t NAME(root_code)(float root, int32_t base, uint32_t bits, uint32_t places)
 {
-    int32_t code = ((int32_t)(bits_of(root) + (bits & ((1u << cut) - 1))) - base) >> cut;
-    int32_t least = cut == CUT ? 2 : 1;
-    code = code < least ? least : code;
+    int32_t code = ((int32_t)(bits_of(root) + (bits & places)) - base) >> CUT;
+    code = code < 2 ? 2 : code;
     return bits_of(root) ? code : 0;
 }

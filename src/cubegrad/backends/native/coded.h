@@ -25,11 +25,11 @@ TARGET INLINE void NAME(decode_roots)(float *restrict r, const uint8_t *restrict
     if (offsets)
         for (int64_t i = 0; i < n; i++) {
             uint32_t low = (uint32_t)(int32_t)offsets[i] & 1;
-            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << CUT_ALONE) + (low << CUT) + base) : 0;
+            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << (CUT + 1)) + (low << CUT) + base) : 0;
         }
     else
         for (int64_t i = 0; i < n; i++)
-            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << CUT_ALONE) + base) : 0;
+            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << (CUT + 1)) + base) : 0;
 }
 
 TARGET INLINE void NAME(decode_initial)(float *restrict x0, const char *restrict codes,

@@ -20,11 +20,10 @@
    instructions more to a vector's forty: a tenth of a step in the cache. */
 #define LANES 16
 #define FOLD 1024
-/* As in codec.py: numbers that share a scale, at most, the bits that a root loses beside an offset
-   and without one, and what lies between the smallest root of a block and the largest. */
+/* As in codec.py: numbers that share a scale, at most, the bits that a root loses, and what lies
+   between the smallest root of a block and the largest. */
 #define BLOCK 256
 #define CUT 17
-#define CUT_ALONE 18
 #define BINADES (7 << 23)
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));

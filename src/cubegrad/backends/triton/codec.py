@@ -91,16 +91,19 @@ def encode_offset(offset, random):
 
 
 @triton.jit
-def encode_root(root, random, least_scale, PLACES: tl.constexpr):
-    """Codes as int32 and their scale, a power of two."""
-    CUT: tl.constexpr = 23 - PLACES
+def encode_root(root, random, least_scale, LOW_BIT: tl.constexpr):
+    """Codes as int32, and their scale, a power of two.
+
+    Their lowest bit counts only if LOW_BIT is 1.
+    """
+    PLACES: tl.constexpr = (2 - LOW_BIT) * 0x20000 - 1  # that are rounded away
     bits = _bits(root)
     real = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF  # above 0 and finite
     bits = tl.where(real, bits, 0)
-    scale = (tl.max(bits, 0) + ((1 << CUT) - 1)) & 0x7F800000
+    scale = (tl.max(bits, 0) + PLACES) & 0x7F800000
     scale = tl.maximum(scale, _bits(least_scale))
-    low = (random & ((1 << CUT) - 1)).to(tl.int32)
-    codes = tl.maximum((bits + low - (scale - BINADES)) >> CUT, 1 << (PLACES - 5))
+    low = (random & PLACES).to(tl.int32)
+    codes = tl.maximum((bits + low - (scale - BINADES)) >> 17, 2)
     return tl.where(real, codes, 0), _float(scale)
 
 

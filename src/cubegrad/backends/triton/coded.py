@@ -68,7 +68,8 @@ def _update(
     width, column, length, spacing, index,
     weight, fade, momentum, shrink, eps, decay, sign, agreement, product, roots,
     METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
+    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """One block of `width` coordinates, the first at this column of its row of the parameter.
 
@@ -139,8 +140,8 @@ def _update(
         product = _add(product, (new_root + eps) * new_away * new_away, finite)
         roots = _add(roots, new_root, finite)
     least_scale = r_scale if METHOD == "madgrad" else 0 * r_scale
-    r_code, r_scale = encode_root(new_root, random, least_scale, 6 if HAS_OFFSET else 5)
-    tl.store(r_at, (r_code >> 1 if HAS_OFFSET else r_code).to(tl.uint8), mask)
+    r_code, r_scale = encode_root(new_root, random, least_scale, LOW_BIT)
+    tl.store(r_at, (r_code >> 1).to(tl.uint8), mask)
     tl.store(r_scale_at, r_scale)
     ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
     if HAS_OFFSET and P == tl.float32:
@@ -153,7 +154,7 @@ def _update(
         if HAS_OFFSET:
             m_code, m_scale, _ = encode_offset((x - new) - ahead, random)
     if HAS_OFFSET:  # m_{k+1} = z_{k+1} - x_{k+1}
-        tl.store(m_at, (m_code << 1 | r_code & 1).to(tl.int8), mask)
+        tl.store(m_at, (m_code << 1 | r_code & LOW_BIT).to(tl.int8), mask)
         tl.store(m_scale_at, m_scale)
     tl.store(p_at, new.to(P), mask)
     return agreement, product, roots
@@ -165,7 +166,8 @@ def _step_blocks(
     todo, column, length, spacing, index,
     weight, fade, momentum, shrink, eps, decay, sign,
     METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
+    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """As many blocks as there are to do; the addresses are those of the first."""
     zeros = tl.zeros((LANES,), tl.float32)
@@ -176,7 +178,7 @@ def _step_blocks(
             p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
             width, column, length, spacing, index, weight, fade, momentum, shrink,
             eps, decay, sign, agreement, product, roots,
-            METHOD, HAS_OFFSET, P, G, PLAIN, NO_EPS, FORM, SUMS,
+            METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, FORM, SUMS,
         )  # fmt: skip
         if FORM != "whole":
             column += width
@@ -197,12 +199,13 @@ def step_coded_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ALL_WHOLE: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr,
+    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
 
     ALL_WHOLE: all blocks of all parameters are "whole", which spares a fifth of the registers.
-    PLAIN: without decay, maximize or a GradScaler. NO_EPS: ε may be 0, or as good as 0.
+    LOW_BIT: 1 if the offset's code has the lowest bit of the root's, 0 without momentum. PLAIN:
+    without decay, maximize or a GradScaler. NO_EPS: ε may be 0, or as good as 0.
     """
     S: tl.constexpr = tl.float32
     eps, decay, sign = number(eps, S), number(decay, S), number(sign, S)
@@ -240,28 +243,28 @@ def step_coded_units(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, PLAIN, NO_EPS, "whole", sums is not None,
+                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even & (length % BLOCK == 0):
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, PLAIN, NO_EPS, "whole", sums is not None,
+                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, PLAIN, NO_EPS, "even", sums is not None,
+                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "even", sums is not None,
             )  # fmt: skip
         else:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, PLAIN, NO_EPS, "any", sums is not None,
+                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "any", sums is not None,
             )  # fmt: skip
         if sums is not None:
             store_sums(sums, agreement, product, roots)

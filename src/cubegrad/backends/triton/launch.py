@@ -126,7 +126,7 @@ class Launch:
         self.places = (self.units, ticket, len(rows), plan.span)
         self.programs = len(units)
         self.sums: Tensor | None = None  # of every unit, where they are wanted
-        self.kernels: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self.kernels: dict[tuple[int, ...], Callable[..., None]] = {}
 
     def table(self, grads: bytes) -> tuple[Tensor, bool]:
         """On the device. While a graph is captured, only its replays will upload the table."""
@@ -153,9 +153,12 @@ class Launch:
             self._unit_sums(h),
         ]
         integers = UNPACK_INTEGERS(doubles)
-        variant, constants = tuple(tensor is None for tensor in tensors), self.plan.constants
+        variant = tuple(int(tensor is None) for tensor in tensors)
+        constants = self.plan.constants
         if self.plan.kernel is step_coded_units:
-            own = _is_plain(h), h.eps < SMALL_EPS
+            low_bit = isinstance(h.momentum, Tensor) or h.momentum != 0
+            has_offset = constants[1]
+            own = int(low_bit and has_offset), _is_plain(h), h.eps < SMALL_EPS
             variant, constants = own + variant, constants + own
         arguments = (self.rows, table, *self.places, *integers, *tensors, *constants)
         kernel = self.kernels.get(variant)
@@ -180,7 +183,7 @@ class Launch:
             self.sums = torch.zeros(3, self.programs, dtype=torch.float64, device=self.device)
         return self.sums
 
-    def _compile(self, variant: tuple[bool, ...], arguments: tuple[Any, ...]) -> None:
+    def _compile(self, variant: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         plan = self.plan
         compiled = plan.kernel[(self.programs,)](
             *arguments,
