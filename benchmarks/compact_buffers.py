@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/compact_buffers.py --data data --seeds 6
 
-`finetune` of compact_problems.py at its CPU size, at a learning rate so small that the same seed
+The study's `finetune` at its CPU size, at a learning rate so small that the same seed
 leads to nearly the same weights. So a difference is the rounding's, not chance. Every run starts
 from the same weights and has the same batches; the buffers are float32 numbers that went through
 their codes and back.
@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from compact_problems import finetune, pretrain, tokenize
+from compact_problems import prepare
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,7 +26,7 @@ from cubegrad import codec, rule
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.state import compact
-from cubegrad.study import methods, train
+from cubegrad.study import catalogue, methods, train
 from cubegrad.study.sweep import Plan
 
 LR = 1e-3
@@ -102,7 +102,7 @@ class Rounded(Optimizer):
 
 
 def final_loss(data: Path, name: str, seed: int) -> float:
-    problem = finetune()
+    problem = catalogue.find("finetune")
     make = partial(Rounded, rounded=VARIANTS[name], seed=seed)
     methods.METHODS["rounded"] = methods.Method("rounded", make, (LR, LR))
     preset = problem.presets["cpu"]
@@ -125,8 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error(f"--seeds {options.seeds} must be >= 2, for a standard error")
-    tokenize(options.data, "cpu", "cpu")
-    pretrain(options.data, "cpu", "cpu")
+    prepare("finetune", options.data, "cpu", "cpu")
     parts = (options.only or "").split(",")
     chosen = [n for n in VARIANTS if n == "nothing" or any(part in n for part in parts)]
     losses: dict[str, list[float]] = {name: [] for name in chosen}

@@ -21,6 +21,8 @@ from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
+GPU_PRESETS = ("gpu", "gpu-lora", "paper")
+
 
 def say(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # may lack ±, no reason to fail after the runs
@@ -130,7 +132,7 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
 
 
 def _device(options: Namespace, preset: str) -> str:
-    device: str = options.device or ("cuda" if preset in ("gpu", "paper") else "cpu")
+    device: str = options.device or ("cuda" if preset in GPU_PRESETS else "cpu")
     if device == "cuda" and not options.ray and not torch.cuda.is_available():
         asked = "--device cuda" if options.device else f"preset {preset!r}"
         raise StudyError(
