@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/compact_buffers.py --data data --seeds 6
 
-The study's `finetune` at its CPU size, at a learning rate so small that the same seed
-leads to nearly the same weights. So a difference is the rounding's, not chance. Every run starts
-from the same weights and has the same batches; the buffers are float32 numbers that went through
-their codes and back.
+The study's `finetune` at its CPU size, at a learning rate so small that the same seed leads to
+nearly the same weights. So a difference is the rounding's, not chance. Every run starts from the
+same weights and has the same batches; the buffers are float32 numbers that went through their codes
+and back.
 """
 
 import argparse

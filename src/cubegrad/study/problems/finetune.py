@@ -198,5 +198,6 @@ def problem() -> Problem:
         build=build,
         presets=_presets(),
         data="plain text: novels to pretrain on, WikiText-2 or your own; or a model of your own",
+        paper="",
         check_data=check_data,
     )
