@@ -47,39 +47,46 @@ PRETRAINING = {
 
 
 def pretrained(setup: Setup) -> dict[str, Any]:
-    """The weights after pretraining, which is done if no file of the data folder has them."""
+    """The weights after pretraining, read from a file; if there is none, it is made."""
     options = {name: value for name, value in setup.preset.options.items() if name != "lora_rank"}
     recipe = PRETRAINING[options["width"]]
     path = _cached(setup.data, options, recipe)
     state = checkpoints.load(path)
     if state is None or state["epoch"] < recipe.epochs:
-        problem = replace(
-            bookwiki.problem(),
-            name="novels",
-            presets={
-                "novels": Preset(recipe.epochs, recipe.batch, recipe.schedule, options=options)
-            },
-        )
-        settings = Settings(
-            "novels",
-            "novels",
-            recipe.epochs,
-            recipe.batch,
-            "madgrad",
-            recipe.schedule,
-            recipe.lr,
-            decay=0.0,
-            seed=SEED,
-            device=setup.device.type,
-        )
-        with tqdm(desc="pretraining on novels", total=recipe.epochs, unit=" epochs") as bar:
-            place = train.Place(setup.data, save_every=0)
-            train.run(problem, settings, place, path, lambda: bar.update() and None)
-        state = checkpoints.load(path)
-        assert state is not None
-        checkpoints.save(path, state | {"optimizer": {}})  # a quarter of the size
+        preset = Preset(recipe.epochs, recipe.batch, recipe.schedule, options=options)
+        state = _pretrain(setup, preset, recipe.lr, path)
     weights: dict[str, Any] = state["model"]
     return weights
+
+
+def _pretrain(setup: Setup, preset: Preset, lr: float, path: Path) -> dict[str, Any]:
+    """An ordinary run of `bookwiki`, whose checkpoint is the file."""
+    problem = replace(bookwiki.problem(), name="novels", presets={"novels": preset})
+    settings = Settings(
+        "novels",
+        "novels",
+        preset.epochs,
+        preset.batch,
+        "madgrad",
+        preset.schedule,
+        lr,
+        decay=0.0,
+        seed=SEED,
+        device=setup.device.type,
+    )
+    with tqdm(desc="pretraining on novels", total=preset.epochs, unit=" epochs") as bar:
+
+        def tick() -> None:
+            bar.update()
+
+        train.run(problem, settings, train.Place(setup.data, save_every=0), path, tick)
+    state = checkpoints.load(path)
+    assert state is not None
+    # Readable without a GPU too, and a quarter of the size.
+    weights = {name: value.cpu() for name, value in state["model"].items()}
+    state |= {"model": weights, "optimizer": {}}
+    checkpoints.save(path, state)
+    return state
 
 
 def _cached(data: Path, options: dict[str, Any], recipe: Pretraining) -> Path:
