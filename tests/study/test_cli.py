@@ -82,9 +82,11 @@ def test_bad_input_ends_with_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("option", ["--preset gpu", "--device cuda"])
-def test_a_missing_gpu_is_reported(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(f"train digits --lr 1 {option}", capsys)
+@pytest.mark.parametrize(
+    "words", ["digits --preset gpu", "digits --device cuda", "finetune --preset gpu-lora"]
+)
+def test_a_missing_gpu_is_reported(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(f"train {words} --lr 1", capsys)
     assert "needs a GPU and torch sees none; use --preset cpu" in line
 
 

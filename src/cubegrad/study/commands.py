@@ -37,7 +37,7 @@ def problems(_: Namespace) -> None:
         for preset_name, preset in problem.presets.items():
             about = f"{preset.epochs} epochs, batch {preset.batch}, {preset.schedule}"
             size = f", {preset.size}" if preset.size else ""
-            say(f"    --preset {preset_name:<6} {about}{size}; {preset.seeds} seeds")
+            say(f"    --preset {preset_name:<8} {about}{size}; {preset.seeds} seeds")
     say(f"\nyour own: your_module:your_function\nmethods: {', '.join(METHODS)}")
     say(f"figures: {', '.join(FIGURES)}")
 
