@@ -112,7 +112,7 @@ def test_the_weights_are_those_of_a_run_on_the_novels(small):
         model.eval()
         on_novels = bookwiki.task(setup, sets, vocabulary, model)
         losses.append(on_novels.evaluate(model, "test")["loss"])
-    assert losses[0] < losses[1]
+    assert losses[0] < losses[1] - 0.2  # measured: 7.63, and 8.21 to 8.24 without
 
 
 def test_other_novels_or_a_damaged_file_are_pretrained_again(small):
@@ -161,14 +161,15 @@ def test_without_a_writable_folder_the_users_cache_is_used(small, monkeypatch, t
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("preset", ["cpu", "cpu-lora"])
-def test_a_run_learns_and_repeats_itself_when_killed(small, preset, tmp_path):
+# Bits; measured with four seeds: 2.2 to 2.5, and 0.009 to 0.021.
+@pytest.mark.parametrize(("preset", "gain"), [("cpu", 1.0), ("cpu-lora", 0.003)])
+def test_a_run_learns_and_repeats_itself_when_killed(small, preset, gain, tmp_path):
     problem, data = small
     settings = replace(settings_of(problem, epochs=4, lr=0.02), preset=preset)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
     losses = record.curve["loss"]
-    assert losses[-1] < losses[0] < math.log2(300) + 0.5
+    assert losses[-1] + gain < losses[0] < math.log2(300) + 0.5
     place = Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt", after=2)
     assert resumed.curve == record.curve
