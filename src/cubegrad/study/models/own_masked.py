@@ -63,7 +63,9 @@ def model(folder: Path, special: list[int], count: int, length: int) -> OwnMaske
     own: Any = _from(folder, "AutoModelForMaskedLM")
     places = getattr(own.config, "max_position_embeddings", length)
     if places < length:
-        raise StudyError(f"the model in {folder} reads {places} tokens and blocks have {length}")
+        raise StudyError(
+            f"the model in {folder} reads {places} tokens and blocks have {length}; use a larger one"
+        )
     return OwnMasked(own.float(), special, count)
 
 
