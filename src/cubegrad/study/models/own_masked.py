@@ -64,7 +64,7 @@ def model(folder: Path, special: list[int], count: int, length: int) -> OwnMaske
     places = getattr(own.config, "max_position_embeddings", length)
     if places < length:
         raise StudyError(
-            f"the model in {folder} reads {places} tokens and blocks have {length}; use a larger one"
+            f"the model in {folder} reads {places} tokens and blocks have {length}; use another"
         )
     return OwnMasked(own.float(), special, count)
 
