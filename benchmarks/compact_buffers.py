@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/compact_buffers.py --data data --seeds 6
 
-`finetune` of compact_problems.py at its CPU size, at a learning rate so small that the same seed
-leads to nearly the same weights. So a difference is the rounding's, not chance. Every run starts
-from the same weights and has the same batches; the buffers are float32 numbers that went through
-their codes and back.
+The study's `finetune` at its CPU size, at a learning rate so small that the same seed leads to
+nearly the same weights. So a difference is the rounding's, not chance. Every run starts from the
+same weights and has the same batches; the buffers are float32 numbers that went through their codes
+and back.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from compact_problems import finetune, pretrain, tokenize
+from compact_problems import prepare
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +25,7 @@ from cubegrad import codec, rule
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.state import compact
-from cubegrad.study import methods, train
+from cubegrad.study import catalogue, methods, train
 from cubegrad.study.sweep import Plan
 
 LR = 1e-3
@@ -109,7 +109,7 @@ def share_far_below(optimizer: Rounded) -> float:
 
 def train_once(data: Path, name: str, seed: int) -> tuple[float, float]:
     """The loss, and the share of roots far below their block's largest."""
-    problem, made = finetune(), list[Rounded]()
+    problem, made = catalogue.find("finetune"), list[Rounded]()
 
     def make(params: Iterable[Tensor], lr: float, weight_decay: float) -> Rounded:
         made.append(Rounded(params, lr, weight_decay, VARIANTS[name], seed))
@@ -136,8 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error(f"--seeds {options.seeds} must be >= 2, for a standard error")
-    tokenize(options.data, "cpu", "cpu")
-    pretrain(options.data, "cpu", "cpu")
+    prepare("finetune", options.data, "cpu", "cpu")
     parts = (options.only or "").split(",")
     chosen = [n for n in VARIANTS if n == "nothing" or any(part in n for part in parts)]
     losses: dict[str, list[float]] = {name: [] for name in chosen}

@@ -1,13 +1,11 @@
-"""Two runs in which rounding could add up: 100,000 steps, and a start from trained weights.
+"""A run in which rounding could add up: the digits for 100,000 steps.
 
-They are problems of the study, for compact_quality.py: `compact_problems:digits_long`, and
-`compact_problems:finetune`, a RoBERTa trained on novels that learns WikiText-2.
+It is a problem of the study, for compact_quality.py: `compact_problems:digits_long`. The other one,
+which starts from trained weights, is the study's `finetune`.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cubegrad.study import Preset, Problem, Setup, Task, checkpoints, train
-from cubegrad.study.data import plain_text, tokens
-from cubegrad.study.data.masking import Blocks
+from cubegrad.study import Problem, Setup, Task, catalogue
 from cubegrad.study.graphs import GraphedStep
-from cubegrad.study.problem import Split, optional
-from cubegrad.study.problems import bookwiki, digits
-from cubegrad.study.records import Settings
+from cubegrad.study.problems import digits
 
 PASSES = 50  # over the digits between two evaluations: 1,000 steps
-PRETRAINING = {"cpu": ("polynomial:450", 0.025), "gpu": ("polynomial:1000", 0.01)}
-PRETRAINING_EPOCHS = {"cpu": 18, "gpu": 10}
 
 
 def digits_long() -> Problem:
@@ -60,81 +52,8 @@ def _build_digits_long(setup: Setup) -> Task:
     return replace(task, batches=batches, steps_per_epoch=steps, step=step)
 
 
-def novels() -> Problem:
-    """The RoBERTa of bookwiki, on the novels at every size."""
-    problem = bookwiki.problem()
-    presets = {
-        name: replace(preset, options={**preset.options, "corpus": "novels"})
-        for name, preset in problem.presets.items()
-    }
-    return replace(problem, name="novels", presets=presets)
-
-
-def finetune() -> Problem:
-    presets: dict[str, Preset] = {}
-    for name, epochs, schedule in (("cpu", 4, "polynomial:20"), ("gpu", 2, "polynomial:40")):
-        presets[name] = replace(novels().presets[name], epochs=epochs, schedule=schedule)
-    return replace(
-        novels(),
-        name="finetune",
-        description="a RoBERTa trained on novels, fine-tuned on WikiText-2",
-        build=_build_finetune,
-        presets=presets,
-    )
-
-
-def _build_finetune(setup: Setup) -> Task:
-    options = setup.preset.options
-    sets, vocabulary = wikitext(setup.data, options["vocabulary"], options["length"], setup.device)
-    task = bookwiki.task(setup, sets, vocabulary)
-    task.model.load_state_dict(torch.load(weights(setup.data, setup.preset), setup.device))
-    return task
-
-
-@lru_cache(maxsize=1)
-def wikitext(
-    data: Path, vocabulary: int, length: int, device: torch.device
-) -> tuple[dict[Split, Blocks], int]:
-    """WikiText-2 in the tokens of the novels, and their number."""
-    corpus = tokens.corpus(plain_text.find(data, "novels"), vocabulary, length)
-    tokenizer = optional("tokenizers").Tokenizer.from_str(corpus.tokenizer)
-    parts = tokens.encoded(tokenizer, plain_text.find(data, "wikitext-2"), length)
-    return {part: Blocks.of(some, device) for part, some in parts.items()}, corpus.vocabulary
-
-
-def weights(data: Path, preset: Preset) -> Path:
-    return data / f"novels-roberta-{preset.options['width']}.pt"
-
-
-def tokenize(data: Path, preset_name: str, device: str) -> None:
-    """Caches the tokens of the novels, so that the runs need not."""
-    bookwiki.check_data(Setup(novels().presets[preset_name], 0, torch.device(device), data))
-
-
-def pretrain(data: Path, preset_name: str, device: str) -> None:
-    """Trains on the novels with a float32 state, and saves the weights for `finetune`."""
-    problem = novels()
-    preset, (schedule, lr) = problem.presets[preset_name], PRETRAINING[preset_name]
-    path = weights(data, preset)
-    if path.exists():
-        return
-    settings = Settings(
-        problem.name,
-        preset_name,
-        PRETRAINING_EPOCHS[preset_name],
-        preset.batch,
-        "madgrad",
-        schedule,
-        lr,
-        decay=0.0,
-        seed=0,
-        device=device,
-        options=json.dumps(dict(preset.options), sort_keys=True),
-    )
-    checkpoint = path.with_suffix(".checkpoint")
-    train.run(problem, settings, train.Place(data, save_every=0), checkpoint)
-    state = checkpoints.load(checkpoint)
-    assert state is not None
-    torch.save(state["model"], path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
-    checkpoint.unlink()
+def prepare(problem: str, data: Path, preset_name: str, device: str) -> None:
+    """Makes the files that the runs share: tokens, and pretrained weights for `finetune`."""
+    found = catalogue.find(problem)
+    assert found.check_data is not None
+    found.check_data(Setup(found.presets[preset_name], 0, torch.device(device), data))

@@ -30,7 +30,7 @@ from cubegrad.study.progress import duration
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.sweep import Plan
 
-OWN = {"digits-long": "digits_long", "finetune": "finetune"}
+OWN = {"digits-long": "digits_long"}
 FOLDERS = {  # which a problem's data is in; its runs wait for it
     "cifar10": "cifar-10-batches-bin",
     "imagenet": "imagenet",
@@ -144,13 +144,11 @@ def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
         own = FOLDERS.get(trial.problem)
         folder = None if own is None else options.data / own
         todo.append(Job(name, call, trial.seconds, after, folder))
-        novels = options.data / "novels"
         if after:
-            call = partial(compact_problems.tokenize, options.data, options.preset, device)
-            first["tokens"] = Job("tokens", call, 60, folder=novels)
-        if after == "pretraining":
-            call = partial(compact_problems.pretrain, options.data, options.preset, device)
-            first[after] = Job(after, call, 120, "tokens", novels)
+            arguments = (trial.problem, options.data, options.preset, device)
+            call = partial(compact_problems.prepare, *arguments)
+            seconds, before = (60, "") if after == "tokens" else (120, "tokens")
+            first[after] = Job(after, call, seconds, before, options.data / "novels")
     return [*first.values(), *todo]
 
 

@@ -7,7 +7,7 @@ import small_text
 
 from cubegrad.study import Problem
 from cubegrad.study.data import translation
-from cubegrad.study.problems import bookwiki, cifar10, fastmri, imagenet
+from cubegrad.study.problems import bookwiki, cifar10, fastmri, finetune, imagenet
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +19,7 @@ def _forget_data() -> Iterator[None]:
         cifar10.parts,
         fastmri.scans,
         fastmri.simulated,
+        finetune.parts,
         imagenet.stored,
         translation.prepared,
     ):

@@ -29,7 +29,7 @@ def command(words: str) -> int:
         (
             "train digit --lr 1",
             "unknown problem 'digit'",
-            "use digits, cifar10, imagenet, fastmri, iwslt14, bookwiki, or your_module",
+            "use digits, cifar10, imagenet, fastmri, iwslt14, bookwiki, finetune, or your_module",
         ),
         ("train digits --method lion --lr 1", "unknown method 'lion'", "use one of madgrad,"),
         ("train digits --lr -1", "--lr -1 must be >= 0", "use 1e-3"),
@@ -82,9 +82,11 @@ def test_bad_input_ends_with_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("option", ["--preset gpu", "--device cuda"])
-def test_a_missing_gpu_is_reported(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(f"train digits --lr 1 {option}", capsys)
+@pytest.mark.parametrize(
+    "words", ["digits --preset gpu", "digits --device cuda", "finetune --preset gpu-lora"]
+)
+def test_a_missing_gpu_is_reported(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(f"train {words} --lr 1", capsys)
     assert "needs a GPU and torch sees none; use --preset cpu" in line
 
 
@@ -122,8 +124,8 @@ def test_problems_are_listed_with_sizes_data_and_presets(
     out = capsys.readouterr().out
     for name in catalogue.NAMES:
         assert re.search(rf"^{name}: .+; data: .+$", out, re.MULTILINE)
-        for preset in ("cpu", "gpu", "paper"):
-            assert preset in catalogue.find(name).presets
+        last = "own" if name == "finetune" else "paper"  # which has no size of the paper's
+        assert {"cpu", "gpu", last} <= set(catalogue.find(name).presets)
     assert "digits: two convolutions" in out
     assert "6,090 parameters" in out
 

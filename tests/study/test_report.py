@@ -101,6 +101,11 @@ def test_rows_follow_the_papers_figures() -> None:
     assert len(figures.rows(experiment.summaries)) == 1
     assert len(set(figures.style(experiment.summaries).values())) == 3
     assert figures.names(experiment.summaries)["sgd-plain@sqrt:10"] == "SGD, no momentum, sqrt:10"
+    pairs = (("adam", "tenthing:1-2"), ("dog", "flat"), ("prodigy", "cosine"))
+    own = [cifar10_record(method, 0.1, 0, 50.0, schedule) for method, schedule in pairs]
+    (experiment,) = report.experiments(own)  # beside the methods that follow the preset's schedule
+    assert len(figures.rows(experiment.summaries)) == 1
+    assert figures.names(experiment.summaries)["dog@flat"] == "DoG, flat"
 
 
 @pytest.fixture(scope="module")

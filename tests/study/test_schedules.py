@@ -3,7 +3,7 @@
 import pytest
 
 from cubegrad.study import StudyError
-from cubegrad.study.schedules import check, parse
+from cubegrad.study.schedules import check, parse, warms_up
 
 POINTS = [
     # spec, epochs, steps an epoch, {step: factor}
@@ -31,6 +31,10 @@ POINTS = [
     ("tenthing:1e308", 1, 100, {0: 1, 99: 1}),
     ("polynomial:5", 1, 20, {0: 1 / 5, 3: 4 / 5, 4: 1, 12: 1 / 2, 19: 1 / 16, 20: 0}),
     ("polynomial:1", 2, 5, {0: 1, 5: 1 / 2, 9: 1 / 10}),
+    ("cosine", 2, 6, {0: 1, 4: 3 / 4, 6: 1 / 2, 8: 1 / 4, 12: 0}),
+    ("warmup:4", 1, 20, {0: 1 / 4, 2: 3 / 4, 3: 1, 19: 1}),
+    ("warmup:5%", 4, 20, {0: 1 / 4, 2: 3 / 4, 3: 1, 79: 1}),
+    ("warmup:5%", 1, 10, {0: 1, 9: 1}),
 ]
 
 
@@ -53,6 +57,9 @@ def test_points(spec: str, epochs: int, steps: int, points: dict[int, float]) ->
         "sqrt:-1",
         "polynomial:x",
         "sqrt:100\n",
+        "cosine:3",
+        "warmup",
+        "warmup:0%",
     ],
 )
 def test_unknown_schedules_are_refused_with_the_remedy(spec: str) -> None:
@@ -64,3 +71,11 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
     check("polynomial:100")
     with pytest.raises(StudyError, match="100 steps and the run has 50; use polynomial:5"):
         parse("polynomial:100", 5, 10)
+
+
+def test_which_schedules_warm_up() -> None:
+    warming = [spec for spec, *_ in POINTS if warms_up(spec)]
+    assert {spec.partition(":")[0] for spec in warming} == {"inverse-sqrt", "polynomial", "warmup"}
+    for spec, epochs, steps, _ in POINTS:
+        schedule = parse(spec, epochs, steps)
+        assert schedule(0) >= schedule(1) or spec in warming

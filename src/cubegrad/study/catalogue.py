@@ -7,7 +7,7 @@ from types import ModuleType
 
 from cubegrad.study.problem import Problem, StudyError
 
-NAMES = ("digits", "cifar10", "imagenet", "fastmri", "iwslt14", "bookwiki")
+NAMES = ("digits", "cifar10", "imagenet", "fastmri", "iwslt14", "bookwiki", "finetune")
 
 
 def find(name: str) -> Problem:

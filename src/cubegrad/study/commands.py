@@ -21,6 +21,8 @@ from cubegrad.study.sweep import Plan, Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
+GPU_PRESETS = ("gpu", "gpu-lora", "paper")
+
 
 def say(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # may lack ±, no reason to fail after the runs
@@ -35,7 +37,7 @@ def problems(_: Namespace) -> None:
         for preset_name, preset in problem.presets.items():
             about = f"{preset.epochs} epochs, batch {preset.batch}, {preset.schedule}"
             size = f", {preset.size}" if preset.size else ""
-            say(f"    --preset {preset_name:<6} {about}{size}; {preset.seeds} seeds")
+            say(f"    --preset {preset_name:<8} {about}{size}; {preset.seeds} seeds")
     say(f"\nyour own: your_module:your_function\nmethods: {', '.join(METHODS)}")
     say(f"figures: {', '.join(FIGURES)}")
 
@@ -130,7 +132,7 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
 
 
 def _device(options: Namespace, preset: str) -> str:
-    device: str = options.device or ("cuda" if preset in ("gpu", "paper") else "cpu")
+    device: str = options.device or ("cuda" if preset in GPU_PRESETS else "cpu")
     if device == "cuda" and not options.ray and not torch.cuda.is_available():
         asked = "--device cuda" if options.device else f"preset {preset!r}"
         raise StudyError(

@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import cubegrad
 from cubegrad import family
-from cubegrad.study import schedules
+from cubegrad.study import peers, schedules
 from cubegrad.study.problem import Preset, StudyError
 
 Make = Callable[..., Optimizer]
@@ -22,6 +22,9 @@ class Method(NamedTuple):
     make: Make  # (params, lr=, weight_decay=)
     lrs: tuple[float, float]  # range of the first grid, unless the preset has its own
     estimates: bool = False  # estimates its learning rate; `lr` is a factor of the estimate
+    schedule: str = ""  # the one its authors recommend, instead of the preset's
+    wants: tuple[str, ...] = ()  # further arguments of `make`, of those that `make` below has
+    package: str = ""  # of the extra `peers`
 
 
 METHODS: dict[str, Method] = {
@@ -61,14 +64,58 @@ METHODS: dict[str, Method] = {
         "theoretical MADGRAD", partial(family.TheoreticalMADGRAD, grad_bound=1.0), (1e-2, 1.0)
     ),
     "inline-sgd": Method("SGD by averaging", family.InlineAveragedSGD, (1e-1, 1e1)),
+    "prodigy": Method(
+        "Prodigy",
+        peers.prodigy,
+        (1.0, 1.0),
+        estimates=True,
+        schedule="cosine",
+        wants=("warm_up",),
+        package="prodigyopt",
+    ),
+    "dadapt-adam": Method(
+        "D-Adapt Adam",
+        partial(peers.from_package, "dadaptation", "DAdaptAdam"),
+        (1.0, 1.0),
+        estimates=True,
+        package="dadaptation",
+    ),
+    "dog": Method(
+        "DoG", peers.dog, (1.0, 1.0), estimates=True, schedule="flat", wants=("batch_norm",)
+    ),
+    "ldog": Method(
+        "L-DoG",
+        partial(peers.dog, layerwise=True),
+        (1.0, 1.0),
+        estimates=True,
+        schedule="flat",
+        wants=("batch_norm",),
+    ),
+    "schedulefree-adamw": Method(
+        "schedule-free AdamW",
+        partial(peers.from_package, "schedulefree", "AdamWScheduleFree"),
+        (1e-3, 5e-3),  # its default is 2.5e-3
+        schedule="warmup:5%",
+        package="schedulefree",
+    ),
 }
 
 
-def make(name: str, params: Iterable[Tensor], lr: float, decay: float) -> Optimizer:
+def make(
+    name: str,
+    params: Iterable[Tensor],
+    lr: float,
+    decay: float,
+    warm_up: bool = False,
+    batch_norm: bool = False,
+) -> Optimizer:
+    """The optimizer of a run; the last two are what its schedule and its model have."""
     method = METHODS[name]
+    facts = {"warm_up": warm_up, "batch_norm": batch_norm}
+    options: dict[str, Any] = {"weight_decay": decay} | {fact: facts[fact] for fact in method.wants}
     if not method.estimates:
-        return method.make(params, lr=lr, weight_decay=decay)
-    optimizer = method.make(params, lr="auto", weight_decay=decay)
+        return method.make(params, lr=lr, **options)
+    optimizer = method.make(params, lr="auto", **options)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return optimizer
@@ -106,15 +153,22 @@ class Entry:
 
 
 def entry(text: str, preset: Preset) -> Entry:
-    """Parse `madgrad` or `madgrad@flat`; `@staged` is the preset's tenthing, or the paper's."""
+    """Parse `madgrad` or `madgrad@flat`; `@staged` is the preset's tenthing, or the paper's.
+
+    Without a schedule it is the one that the method's authors recommend, or the preset's.
+    """
     name, _, schedule = text.strip().partition("@")
     if name not in METHODS:
         raise StudyError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
+    method = METHODS[name]
+    if method.package:
+        peers.check_installed(method.package)
     if schedule == "staged":
         staged = preset.schedule.startswith("tenthing")
         schedule = preset.schedule if staged else PAPER_STAGES
-    schedules.check(schedule or preset.schedule)
-    return Entry(name, schedule or preset.schedule)
+    schedule = schedule or method.schedule or preset.schedule
+    schedules.check(schedule)
+    return Entry(name, schedule)
 
 
 PAPER_STAGES = "tenthing:50%-75%"  # epochs 150 and 225 of 300

@@ -55,12 +55,12 @@ def check_name(name: object, what: str) -> None:
         )
 
 
-def optional(module: str) -> Any:
-    """Import a library that only some problems need."""
+def optional(module: str, extra: str = "problems") -> Any:
+    """Import a library that only some problems or methods need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[problems]'") from None
+        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[{extra}]'") from None
 
 
 @dataclass(frozen=True)

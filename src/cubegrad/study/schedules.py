@@ -7,6 +7,8 @@ Written as text, in presets and after the `@` of an entry:
     sqrt:100             1/√(i+100): the paper's a/√(i+b), with the learning rate as a
     inverse-sqrt:4000    linear to 1 in 4,000 steps, then √(4000/(i+1))
     polynomial:10000     linear to 1 in 10,000 steps, then linear to 0 at the end
+    cosine               half a cosine wave from 1 to 0 at the end
+    warmup:100           linear to 1 in 100 steps, then 1; also 5% of the steps
 """
 
 import math
@@ -44,14 +46,28 @@ def polynomial(step: int, warmup: int, total: int, power: float = 1.0) -> float:
     return float(min(left, 1.0) ** power)
 
 
+def cosine(step: int, total: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(step / total, 1.0)))
+
+
+def warm_up(step: int, warmup: float) -> float:
+    return min((step + 1) / max(warmup, 1.0), 1.0)
+
+
+def warms_up(spec: str) -> bool:
+    return spec.partition(":")[0] in ("inverse-sqrt", "polynomial", "warmup")
+
+
 def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
     """The schedule named by `spec`, for a run of this length."""
     name, _, argument = spec.partition(":")
     total = epochs * steps_per_epoch
     if spec == "flat":
         return flat
+    if spec == "cosine":
+        return lambda step: cosine(step, total)
     if name == "tenthing":
-        stops = [_epoch(part, spec, epochs) for part in argument.split("-")]
+        stops = [_part(part, spec, epochs) for part in argument.split("-")]
         milestones = [round(min(stop * steps_per_epoch, 1e18)) for stop in stops]
         return lambda step: tenthing(step, milestones)
     if name == "sqrt":
@@ -68,6 +84,9 @@ def parse(spec: str, epochs: int, steps_per_epoch: int) -> Schedule:
                 f"use polynomial:{total // 10}"
             )
         return lambda step: polynomial(step, warmup, total)
+    if name == "warmup":
+        steps = _part(argument, spec, total)
+        return lambda step: warm_up(step, steps)
     raise _unknown(spec)
 
 
@@ -81,10 +100,11 @@ def check(spec: str) -> None:
         _number(spec.partition(":")[2], spec)
 
 
-def _epoch(part: str, spec: str, epochs: int) -> float:
-    if part.endswith("%"):
-        return _number(part[:-1], spec) / 100 * epochs
-    return _number(part, spec)
+def _part(text: str, spec: str, whole: int) -> float:
+    """A number of epochs or steps, which may be a percentage of the run's."""
+    if text.endswith("%"):
+        return _number(text[:-1], spec) / 100 * whole
+    return _number(text, spec)
 
 
 def _number(text: str, spec: str) -> float:
@@ -100,5 +120,5 @@ def _number(text: str, spec: str) -> float:
 def _unknown(spec: str) -> StudyError:
     return StudyError(
         f"unknown schedule {spec!r}; use flat, tenthing:150-225, tenthing:50%-75%, sqrt:100, "
-        "inverse-sqrt:4000 or polynomial:10000"
+        "inverse-sqrt:4000, polynomial:10000, cosine or warmup:5%"
     )

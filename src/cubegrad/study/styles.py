@@ -25,13 +25,21 @@ def names(summaries: Sequence[Summary]) -> dict[str, str]:
 def rows(summaries: Sequence[Summary]) -> list[list[Summary]]:
     """One row of panels per schedule, as in the paper's figure on dual averaging.
 
-    A single method is one row: then the schedules are what is compared.
+    A method with a schedule of its own is in the first row. A single method is one row: then the
+    schedules are what is compared.
     """
     methods = {summary.method for summary in summaries}
-    schedules = list(dict.fromkeys(summary.entry.partition("@")[2] for summary in summaries))
-    if len(methods) == 1 or len(schedules) == 1:
+    schedules = list(dict.fromkeys(_shared(summary) for summary in summaries if _shared(summary)))
+    if len(methods) == 1 or len(schedules) <= 1:
         return [list(summaries)]
-    return [[s for s in summaries if s.entry.partition("@")[2] == one] for one in schedules]
+    first = schedules[0]
+    return [[s for s in summaries if (_shared(s) or first) == one] for one in schedules]
+
+
+def _shared(summary: Summary) -> str:
+    """The schedule; "" if it is the method's own."""
+    method, _, schedule = summary.entry.partition("@")
+    return "" if method in METHODS and schedule == METHODS[method].schedule else schedule
 
 
 def style(summaries: Sequence[Summary]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import checkpoints, methods, schedules
+from cubegrad.study import checkpoints, methods, peers, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
@@ -85,7 +85,14 @@ def run(
     torch.manual_seed(settings.seed)
     setup = Setup(preset, settings.seed, device, place.data, settings.hold_out, place.download)
     task = problem.build(setup)
-    optimizer = methods.make(settings.method, task.model.parameters(), settings.lr, settings.decay)
+    optimizer = methods.make(
+        settings.method,
+        [param for param in task.model.parameters() if param.requires_grad],
+        settings.lr,
+        settings.decay,
+        schedules.warms_up(settings.schedule),
+        peers.has_batch_norm(task.model),
+    )
     schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
     state = _Run(task, optimizer, {"train_loss": []})
     if checkpoint is not None:
@@ -133,7 +140,7 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
     task, optimizer = run.task, run.optimizer
     # Dropout and augmentation then depend on (seed, epoch) alone, also in a resumed run.
     torch.manual_seed(settings.seed * 1_000_003 + run.epoch + 1)
-    task.model.train()
+    peers.begin_training(optimizer, task)
     total: Tensor | None = None
     first, count = run.epoch * task.steps_per_epoch, 0
     for batch in task.batches(run.epoch):
@@ -150,17 +157,16 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
     train_loss = total.item() / count
     run.curve["train_loss"].append(finite(train_loss))
     if methods.estimates(settings.method):  # read once an epoch, as it makes the host wait
-        estimate = optimizer.estimated_lr()  # type: ignore[attr-defined]
-        run.curve.setdefault(ESTIMATED_LR, []).append(finite(estimate))
+        run.curve.setdefault(ESTIMATED_LR, []).append(finite(peers.estimated_lr(optimizer)))
     run.epoch += 1
     if not math.isfinite(train_loss):
         return
+    peers.begin_evaluation(optimizer, task, run.epoch - 1)
     for name, value in _evaluate(problem, settings, task).items():
         run.curve.setdefault(name, []).append(finite(value))
 
 
 def _evaluate(problem: Problem, settings: Settings, task: Task) -> dict[str, float]:
-    task.model.eval()
     with torch.no_grad():
         metrics = task.evaluate(task.model, "valid" if settings.hold_out else "test")
     who = f"evaluate of problem {problem.name!r} returns"

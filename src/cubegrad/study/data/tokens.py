@@ -49,7 +49,7 @@ class Corpus:
 def corpus(texts: Texts, vocabulary: int, length: int) -> Corpus:
     """The text in blocks of up to `length` tokens, including the opening <s>."""
     name = f"cubegrad-tokens-{checksum(texts, vocabulary, length)[:20]}.npz"
-    places = [texts.place if texts.place.is_dir() else texts.place.parent, _cache()]
+    places = [texts.place if texts.place.is_dir() else texts.place.parent, cache_folder()]
     for place in places:
         cached = _load(place / name)
         if cached is not None:
@@ -169,7 +169,7 @@ def _encoded(tokenizer: Any, texts: Texts) -> Iterator[tuple[tuple[Split, int, s
             bar.update(len(some))
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cubegrad"
 
 

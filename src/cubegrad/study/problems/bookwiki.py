@@ -57,21 +57,26 @@ def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
     return model
 
 
-def total_loss(model: Any, blocks: Masked) -> Tensor:
-    """In nats, summed over all predictions; only their places are scored."""
+def predictions(model: Any, blocks: Masked) -> Tensor:
+    """The scores of all tokens at the masked places. A user's own model has a method for it."""
+    if hasattr(model, "predict"):
+        scores: Tensor = model.predict(blocks)
+        return scores
     # Four dimensions, so that the library uses the mask as it is, without reading its values.
     seen = (blocks.inputs != PAD)[:, None, None, :]
+    hidden: Tensor = model.roberta(blocks.inputs, attention_mask=seen).last_hidden_state
+    places = blocks.places[:, :, None].expand(-1, -1, hidden.shape[2])
+    scores = model.lm_head(hidden.gather(1, places))
+    return scores
+
+
+def total_loss(model: nn.Module, blocks: Masked) -> Tensor:
+    """In nats, summed over all predictions; only their places are scored."""
     # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
     with torch.autocast("cuda", torch.bfloat16, blocks.inputs.is_cuda, cache_enabled=False):
-        hidden = model.roberta(blocks.inputs, attention_mask=seen).last_hidden_state
-        places = blocks.places[:, :, None].expand(-1, -1, hidden.shape[2])
-        scores = model.lm_head(hidden.gather(1, places))
-    return cross_entropy(
-        scores.float().flatten(0, 1),
-        blocks.labels.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+        scores = predictions(model, blocks)
+    flat = scores.float().flatten(0, 1)
+    return cross_entropy(flat, blocks.labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def prediction_count(blocks: Masked) -> Tensor:
@@ -145,12 +150,15 @@ def build(setup: Setup) -> Task:
     return task(setup, *parts(setup.data, *chosen, setup.hold_out, setup.device))
 
 
-def task(setup: Setup, sets: dict[Split, Blocks], vocabulary: int) -> Task:
+def task(
+    setup: Setup, sets: dict[Split, Blocks], vocabulary: int, trained: nn.Module | None = None
+) -> Task:
+    """The task on this text, with a new network unless there is a trained one."""
     options = dict(setup.preset.options)
     batch, length, updates = setup.preset.batch, options["length"], options["updates"]
     device, seed = setup.device, setup.seed
     train = sets["train"]
-    model = network(options, vocabulary).to(device)
+    model = trained or network(options, vocabulary).to(device)
 
     def batches(epoch: int) -> Iterator[Masked]:
         generator = Generator(device)
@@ -158,9 +166,6 @@ def task(setup: Setup, sets: dict[Split, Blocks], vocabulary: int) -> Task:
             indices = block_indices(seed, update, batch, train.number, device)
             generator.manual_seed(combined_seed(seed, update))
             yield masked(train.rows(indices, length), vocabulary, generator)
-
-    def loss(model: nn.Module, update: Masked) -> Tensor:
-        return mean_loss(model, *update)
 
     @lru_cache(maxsize=2)
     def test_blocks(part: Split) -> Masked:
@@ -176,7 +181,9 @@ def task(setup: Setup, sets: dict[Split, Blocks], vocabulary: int) -> Task:
 
     graphed = device.type == "cuda" and batch <= options["at_once"]
     step = make_step(model, options["at_once"], options["clip"], graphed)
-    return Task(model, batches, loss, evaluate, steps_per_epoch=updates, step=step)
+    return Task(
+        model, batches, lambda model, update: mean_loss(model, *update), evaluate, updates, step
+    )
 
 
 def check_data(setup: Setup) -> None:
