@@ -66,7 +66,7 @@ class CompactMadgradState(NamedTuple):
     grad_sum: Tree
     grad_sq_sum: Tree
     initial_param: Tree
-    offset_code: Tree  # int8: z - x; None without momentum
+    offset_code: Tree  # int8: z - x and the lowest bit of ∛ν; None without momentum
     offset_scale: Tree
     root_code: Tree  # uint8: ∛ν
     root_scale: Tree
