@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cubegrad import backends, family, interop, memory, theory
-    from cubegrad.optim import MADGRAD, MirrorMADGRAD
+    from cubegrad.optim import MADGRAD, MirrorMADGRAD, estimated_lr
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "MirrorMADGRAD",
     "__version__",
     "backends",
+    "estimated_lr",
     "family",
     "interop",
     "memory",
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("MADGRAD", "MirrorMADGRAD"):
+    if name in ("MADGRAD", "MirrorMADGRAD", "estimated_lr"):
         value = getattr(importlib.import_module("cubegrad.optim"), name)
     elif name in ("backends", "family", "interop", "memory", "theory"):
         value = importlib.import_module(f"cubegrad.{name}")

@@ -1,7 +1,7 @@
 """Hyper-parameters: checked once, with every error message about them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
 REMEDY = {
@@ -37,6 +37,8 @@ def name_of(group: dict[str, Any], index: int) -> str:
 
 def number(name: str, value: Any) -> float:
     """The option's value on the host; a tensor's without its history."""
+    if isinstance(value, str) and value.startswith("auto"):
+        _refuse_auto_as_number(name, value)
     return one_number(name, value, REMEDY[name])
 
 
@@ -52,6 +54,25 @@ def one_number(name: str, value: Any, remedy: str) -> float:
         # As in torch.optim, a tensor of several numbers is a wrong value, not a wrong type.
         several = hasattr(value, "shape") and math.prod(value.shape) != 1
         raise (ValueError if several else TypeError)(message) from error
+
+
+def _refuse_auto_as_number(name: str, value: str) -> NoReturn:
+    if value == "auto":
+        raise TypeError(
+            f"{name}='auto' must be one number here; to have it estimated, build the optimizer "
+            f"with it: MADGRAD(params, lr='auto')"
+        )
+    shown = value if len(value) < 20 else f"{value[:16]}..."
+    raise TypeError(
+        f"{name}={shown!r} must be one number, or 'auto' when the optimizer is built; if it is "
+        "'auto' times a ratio, give that group the ratio: in MADGRAD(groups, lr='auto') a group's "
+        "own lr is a factor on the estimate, as in {'params': params, 'lr': 16.0}"
+    )
+
+
+def factor_from_string(group: dict[str, Any]) -> float:
+    """A group's lr that has become a string; only an estimated lr may be "auto" again."""
+    return 1.0 if group["auto_lr"] and group["lr"] == "auto" else number("lr", group["lr"])
 
 
 def auto_lr(method: str, lr: Any) -> bool:

@@ -186,11 +186,11 @@ def mirror_madgrad(
 def estimated_lr(state: Tree) -> Array:
     """γ of the next step of `madgrad(learning_rate="auto")`, without lr_factor.
 
-    The optimizer's state may be anywhere in `state`, as in those of `optax.chain` and flax. The
-    result is 0 before the first gradient. After `vmap` there is one for each run.
+    The optimizer's state may be anywhere in `state`, as in those of `optax.chain` and flax; an
+    `nnx.Optimizer` or its `nnx.state` will do as well. The result is 0 before the first gradient.
+    After `vmap` there is one for each run.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Estimate))
-    estimates = [node for node in nodes if isinstance(node, Estimate)]
+    estimates = auto.find(state)
     if len(estimates) != 1:
         raise ValueError(
             f"the state has {len(estimates)} estimates of a learning rate and must have 1; pass "

@@ -1,6 +1,6 @@
 """`madgrad(learning_rate="auto")`: the five numbers it keeps, and how a step updates them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,27 @@ def initial_estimate() -> Estimate:
     dtype = jax.dtypes.canonicalize_dtype(float)
     # One buffer for each number: the same one cannot be donated twice.
     return Estimate(*(jnp.zeros([], dtype) for _ in Estimate._fields))
+
+
+def find(state: Tree) -> list[Estimate]:
+    """The estimates in a tree, with plain arrays.
+
+    flax nnx puts each number into a variable, a node with one leaf, and makes a mapping of a named
+    tuple when it takes a state out of an object.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=_is_estimate)
+    found = [_as_tuple(node) for node in nodes if _is_estimate(node)]
+    return [Estimate(*jax.tree.leaves(estimate)) for estimate in found]
+
+
+def _is_estimate(node: Any) -> bool:
+    return isinstance(node, Estimate) or (
+        isinstance(node, Mapping) and set(node) == set(Estimate._fields)
+    )
+
+
+def _as_tuple(node: Any) -> Any:
+    return node if isinstance(node, Estimate) else Estimate(**node)
 
 
 def has_started(estimate: Estimate) -> Array:

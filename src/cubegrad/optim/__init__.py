@@ -6,6 +6,9 @@ from torch import Tensor
 
 from cubegrad.optim import auto
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
+from cubegrad.optim.lookup import estimated_lr
+
+__all__ = ["MADGRAD", "MirrorMADGRAD", "estimated_lr"]
 
 
 class MADGRAD(BaseOptimizer):
@@ -47,7 +50,8 @@ class MADGRAD(BaseOptimizer):
     def estimated_lr(self) -> float:
         """The current estimate of lr="auto", without any group's factor; nan before the first step.
 
-        Reading it waits for the device.
+        Reading it waits for the device; `param_groups[0]["estimated_lr"]` is the same number as a
+        tensor, at no cost. `cubegrad.estimated_lr` finds it inside a wrapper.
         """
         group = self.param_groups[0]
         if not group["auto_lr"]:

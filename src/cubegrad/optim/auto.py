@@ -15,7 +15,7 @@ from cubegrad import backends, distance, sharding
 from cubegrad.backends.batch import capturing
 from cubegrad.distance import FIELDS
 from cubegrad.functions import NumberFunctions, TorchFunctions
-from cubegrad.optim import first_estimate
+from cubegrad.optim import auto_checks, first_estimate
 from cubegrad.optim.first_estimate import coordinates
 from cubegrad.options import Hyper
 from cubegrad.state import conversion, layout
@@ -36,22 +36,25 @@ class Estimate:
         self.rows = list(values)
         # Where the backends add their sums. Those of sharded parameters are reduced over the
         # processes afterwards, in an order that is the same in all of them.
-        self.parts: list[dict[sharding.ShardedOver, Tensor]] = []
-        for group, row, sums in zip(groups, self.rows, self.sums, strict=True):
-            group["estimate"] = row
-            kinds = dict.fromkeys(map(sharding.sharded_over, group["params"]))
-            self.parts.append({over: torch.zeros_like(sums) if over else sums for over in kinds})
-        self.sharded = [
-            (total, over, sums)
-            for total, part in zip(self.sums, self.parts, strict=True)
-            for over, sums in part.items()
-            if over is not None
-        ]
+        self.parts: list[dict[sharding.ShardedOver, Tensor]] = [{None: sums} for sums in self.sums]
+        self.sharded: list[tuple[Tensor, sharding.ShardedOver, Tensor]] = []
+        for group, row in zip(groups, self.rows, strict=True):
+            hold(group, row)
+        self.follow(groups)
+        self.live = [True] * len(groups)  # which groups have a gradient in this step
         self.counts = [-1] * len(groups)  # coordinates that have been stepped; -1: not counted yet
         self.idle: list[list[Tensor]] = [[] for _ in groups]  # stepped before, no gradient now
         self.cleared = False  # whether a kernel has set `sums` to 0 for the next step
         # The counts on the device. None is dropped, as a captured graph may read it.
         self.tables: dict[tuple[int, ...], Tensor] = {}
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Make places for the sums of sharded parameters that are new in the groups."""
+        for group, total, part in zip(groups, self.sums, self.parts, strict=True):
+            for over in dict.fromkeys(map(sharding.sharded_over, group["params"])):
+                if over not in part:
+                    part[over] = torch.zeros_like(total)
+                    self.sharded.append((total, over, part[over]))
 
     @torch.no_grad()
     def advance_on_device(
@@ -61,21 +64,26 @@ class Estimate:
         found_inf = hypers[0].found_inf
         if kernel is not None:  # one launch, where the code below makes some sixty
             rates, kept = hypers[0].lr, None
-            if len(hypers) > 1:
-                rates = torch.stack([h.lr for h in hypers])
+            if len(hypers) > 1 or not self.live[0]:
+                lrs = zip(hypers, self.live, strict=True)
+                rates = torch.stack([h.lr if live else torch.zeros_like(h.lr) for h, live in lrs])
             if any(h.shrink is not None for h in hypers):
                 shrinks = (1.0 if h.shrink is None else h.shrink for h in hypers)
                 kept = torch.stack(list(map(self._on_device, shrinks)))
             kernel(self.values, self.sums, rates, kept, self._counts_on_device(), found_inf)
             self.cleared = not capturing()
             return
-        device = self.values.device
-        factors = [group["lr"] for group in groups]
+        device, factors = self.values.device, self.factors(groups)
         factors = [f.to(device).reshape(()) if isinstance(f, Tensor) else f for f in factors]
         new = torch.stack([torch.stack(row) for row in self.advanced(factors, hypers)])
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
+
+    def factors(self, groups: Sequence[Group]) -> list[Any]:
+        """0 for a group without a gradient: a step that it does not make has no weight λ."""
+        pairs = zip(groups, self.live, strict=True)
+        return [group["lr"] if live else 0.0 for group, live in pairs]
 
     def advanced(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
         """The rows after the step, each number a tensor."""
@@ -97,17 +105,25 @@ class Estimate:
         return counts
 
 
-def begin_step(optimizer: "BaseOptimizer", hyper: Callable[..., Hyper]) -> list[Hyper] | None:
+def begin_step(
+    optimizer: "BaseOptimizer", hyper: Callable[..., Hyper], same_params: bool = False
+) -> list[Hyper] | None:
     """The numbers of every group at the estimated rate, with sums for the backends to add to.
 
-    None while no gradient gives the estimate a scale: then no weight may move.
+    None while no gradient gives the estimate a scale: then no weight may move. `same_params` says
+    that the groups are known to have the parameters of the last step.
     """
     groups, estimate = optimizer.param_groups, optimizer._estimate
     traced = torch.compiler.is_compiling()
+    changed = not (traced or same_params) and auto_checks.params_changed(optimizer)
     if not traced and not _is_held(estimate, groups):  # else `can_be_traced` has asked
         estimate = optimizer._estimate = _begin(optimizer, hyper)
+    elif changed and estimate is not None:
+        estimate.follow(groups)
     if estimate is None:
         return None
+    if optimizer._factor_watch is not None and not traced:
+        optimizer._factor_watch.look(optimizer)
     # A graph is replayed whatever the step before it left, and a trace should not ask.
     if not estimate.cleared or traced or capturing():
         estimate.sums.zero_()
@@ -167,6 +183,7 @@ def _rows(
     first = first_estimate.begin(groups, hypers, device)
     if first is None:
         return None
+    optimizer._factor_watch = auto_checks.FactorWatch()
     row = empty()
     row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
     row[FIELDS.index("step")] = _steps_counted(optimizer)
@@ -185,6 +202,11 @@ def empty() -> Tensor:
     return torch.zeros(len(FIELDS), dtype=torch.float64)
 
 
+def hold(group: Group, row: Tensor) -> None:
+    """Give the group its numbers; `estimated_lr`, for loggers, is a view of one of them."""
+    group["estimate"], group["estimated_lr"] = row, row[FIELDS.index("lr")]
+
+
 def _has_begun(row: Tensor) -> bool:
     return row[FIELDS.index("distance")].item() > 0
 
@@ -201,24 +223,32 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
         if index not in repeated or estimate.counts[index] < 0:
             live, idle = _live_and_idle(group, optimizer.state)
             estimate.counts[index] = sum(map(coordinates, live + idle))
-            estimate.idle[index] = idle
+            estimate.idle[index], estimate.live[index] = idle, bool(live)
         for param in estimate.idle[index]:
             for own in conversion.sums(param, optimizer.state[param], h.eps):
                 _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
     for total, over, sums in estimate.sharded:
         total += sharding.sum_over_shards(sums, over)
+    if not all(estimate.live):
+        hypers = _without_decay(estimate, hypers)
     if not estimate.on_host:
         estimate.advance_on_device(groups, hypers, may_launch=True)
         return
     if hypers[0].found_inf is not None and hypers[0].found_inf.item():
         return
-    factors = [float(group["lr"]) for group in groups]
+    factors = list(map(float, estimate.factors(groups)))
     rows, step_sums = estimate.values.tolist(), estimate.sums.tolist()
     try:
         new = distance.advance(NumberFunctions, rows, step_sums, factors, estimate.counts, hypers)
     except (OverflowError, ZeroDivisionError):  # where tensors give inf
         new = [list(map(float, row)) for row in estimate.advanced(factors, hypers)]
     estimate.values.copy_(torch.tensor(new, dtype=torch.float64))
+
+
+def _without_decay(estimate: Estimate, hypers: Sequence[Hyper]) -> list[Hyper]:
+    """The sums of a group without a gradient do not shrink, so its share in D must not either."""
+    pairs = zip(hypers, estimate.live, strict=True)
+    return [h if live else h._replace(shrink=None) for h, live in pairs]
 
 
 def _live_and_idle(group: Group, state: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -251,8 +281,10 @@ def end_traced_step(
         live = [param for param in group["params"] if param.grad is not None]
         sums = [layout.as_real(total) for total in idle[index]]
         estimate.counts[index] = sum(map(coordinates, [*live, *sums[::2]]))
+        estimate.live[index] = bool(live)
         for grad_sum, grad_sq_sum in zip(sums[::2], sums[1::2], strict=True):
             _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
+    hypers = _without_decay(estimate, hypers)
     estimate.advance_on_device(groups, hypers, may_launch=False)
 
 

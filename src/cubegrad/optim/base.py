@@ -15,6 +15,7 @@ from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
 from cubegrad.optim import auto, compiled, inputs
 from cubegrad.optim.auto import Estimate
+from cubegrad.optim.auto_checks import FactorWatch
 from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.release_checks import refuse_scaler
 from cubegrad.optim.repeat import Repeats
@@ -49,6 +50,8 @@ class BaseOptimizer(Optimizer):
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
     _steps_waited = 0  # by lr="auto", for a gradient to begin with
+    _last_params: list[Tensor] | None = None  # of the last step of lr="auto"
+    _factor_watch: FactorWatch | None = None  # of lr="auto", until the factors are known to be sane
     _release: GradientRelease | None = None
 
     def __init__(
@@ -111,7 +114,7 @@ class BaseOptimizer(Optimizer):
         param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
         param_group.setdefault("last_eps", param_group["eps"])
         if param_group["auto_lr"]:
-            param_group.setdefault("estimate", auto.empty())
+            auto.hold(param_group, param_group.get("estimate", auto.empty()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -126,6 +129,8 @@ class BaseOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             group.setdefault("last_eps", group["eps"])
+            if group["auto_lr"]:
+                auto.hold(group, group["estimate"])
 
     @overload
     def step(self, closure: None = None) -> None: ...

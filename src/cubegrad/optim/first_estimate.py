@@ -41,7 +41,7 @@ def begin(
     totals = _totals(groups, hypers, device)
     if not math.isfinite(totals.scale):
         if hypers[0].found_inf is None:  # else a GradScaler takes care of it
-            _warn(
+            warn(
                 "a gradient is not finite, so lr='auto' has nothing to begin with and no weight "
                 "moves; look for the cause in the loss, or scale it down"
             )
@@ -54,11 +54,11 @@ def begin(
     lr = distance.learning_rate(start, mean_scale)
     obstacle = _too_small(groups, hypers, start, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
-        _warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
+        warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
         return None
     obstacle = _too_large(groups, totals, lr)
     if obstacle:
-        _warn(f"lr='auto' begins with lr={lr:.3g}, and the weights will hardly move: {obstacle}")
+        warn(f"lr='auto' begins with lr={lr:.3g}, and the weights will hardly move: {obstacle}")
     return start, lr
 
 
@@ -139,14 +139,14 @@ def _limits(groups: Sequence[Group]) -> list[torch.finfo]:
 def waited(steps: int) -> int:
     """One step more without a gradient to begin with; warns the user if there are many."""
     if steps + 1 == LONG_WAIT:
-        _warn(
+        warn(
             f"lr='auto' has had no gradient that it can begin with for {LONG_WAIT} steps, and no "
             "weight has moved; check that the loss depends on the parameters"
         )
     return steps + 1
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """At the line of the user's code that calls step(): skip the frames of torch and cubegrad."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):

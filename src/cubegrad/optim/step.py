@@ -39,7 +39,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
     chosen = {index: check_group(optimizer, groups[index]) for index in indices}
     is_auto = any(group["auto_lr"] for group in groups)
     hypers = (
-        auto.begin_step(optimizer, hyper)
+        auto.begin_step(optimizer, hyper, same_params=not indices)
         if is_auto
         else [hyper(optimizer, group) for group in groups]
     )
@@ -100,6 +100,8 @@ def hyper(
     on_device = group["capturable"] or isinstance(estimated, Tensor)
     on_device = on_device or torch.compiler.is_compiling()
     lr, momentum = group["lr"], group["momentum"]
+    if isinstance(lr, str):
+        lr = group["lr"] = options.factor_from_string(group)
     factor = _scalar(lr, on_device) if isinstance(lr, Tensor) else lr
     if estimated is None:
         lr = factor

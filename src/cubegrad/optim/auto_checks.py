@@ -1,0 +1,72 @@
+"""What lr="auto" refuses or warns of, because of what a wrapper or a scheduler does."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cubegrad.backends.native import tensors
+from cubegrad.optim import first_estimate
+
+if TYPE_CHECKING:
+    from cubegrad.optim.base import BaseOptimizer
+
+LOW = 0.05  # a factor below is not the peak of a schedule that was made for lr="auto"
+ABSURD = 1e-6  # below, even the first step of a warm-up is unlikely
+LOW_STEPS = 100
+
+
+def params_changed(optimizer: "BaseOptimizer") -> bool:
+    """Whether the groups have other parameters than in the last step.
+
+    Refuses parameters that are put into the groups in turns, for a step each: one that was stepped
+    before comes back while another one leaves its state behind. Each such step would advance the
+    estimate, with the sums of some parameters only.
+    """
+    last = optimizer._last_params or []
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if tensors.same_objects(last, params):
+        return False
+    was, now = set(map(id, last)), set(map(id, params))
+    back, gone = (
+        sum("step" in optimizer.state.get(param, {}) for param in side if id(param) not in others)
+        for side, others in ((params, was), (last, now))
+    )
+    if back and gone:
+        raise RuntimeError(
+            f"{back} parameters that had left the param groups are back, and {gone} of the "
+            "last step have left: lr='auto' makes one estimate of all parameters, which must be "
+            "in the groups at every step(). With DeepSpeed ZeRO-3, use one param group and a "
+            "sub_group_size of at least the number of parameters, or ZeRO-2; else give lr a number"
+        )
+    optimizer._last_params = params
+    return True
+
+
+class FactorWatch:
+    """Warns once if the groups' lr, which is a factor on the estimate, stays too small to train.
+
+    It ends when a factor reaches LOW. So the low end of a schedule, or of one that is resumed, is
+    not its business; nor is a warm-up while it rises.
+    """
+
+    def __init__(self) -> None:
+        self.largest = -1.0
+        self.steps = 0  # in which the largest factor has not risen
+
+    def look(self, optimizer: "BaseOptimizer") -> None:
+        factors = [group["lr"] for group in optimizer.param_groups]
+        on_device = any(isinstance(f, Tensor) and not f.is_cpu for f in factors)
+        largest = LOW if on_device else max(map(float, factors))  # reading one would wait for it
+        is_first, rises = self.largest < 0, largest > self.largest
+        self.largest = max(self.largest, largest)
+        self.steps = 0 if rises else self.steps + 1
+        if largest >= LOW:
+            optimizer._factor_watch = None
+        elif self.steps >= LOW_STEPS or (is_first and 0 < largest < ABSURD):
+            optimizer._factor_watch = None
+            first_estimate.warn(
+                f"with lr='auto' a group's lr is a factor on the estimate, and it is {largest:.3g} "
+                f"after at most {self.largest:.3g} so far, so the weights hardly move: use 1, and "
+                "schedules with a peak of 1, such as OneCycleLR(max_lr=1.0). A learning-rate "
+                "finder has nothing to find here, and what it sets must be set back to 1"
+            )
