@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax
 import optax
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike

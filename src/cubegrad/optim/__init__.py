@@ -1,12 +1,13 @@
 """MADGRAD and MirrorMADGRAD: their arguments, and what they mean."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from cubegrad.optim import auto
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
 from cubegrad.optim.lookup import estimated_lr
+from cubegrad.optim.shared import Shared
 
 __all__ = ["MADGRAD", "MirrorMADGRAD", "estimated_lr"]
 
@@ -53,13 +54,26 @@ class MADGRAD(BaseOptimizer):
         Reading it waits for the device; `param_groups[0]["estimated_lr"]` is the same number as a
         tensor, at no cost. `cubegrad.estimated_lr` finds it inside a wrapper.
         """
+        self._check_auto("estimated_lr()", "read param_groups[0]['lr']")
+        return auto.lr_of(self.param_groups[0]["estimate"])
+
+    def share_estimate(self, process_group: Any = None) -> None:
+        """Make one estimate of lr="auto" with the same optimizer in the other processes.
+
+        For processes that hold different parameters as plain tensors, or parts of them: pipeline
+        stages, ZeRO-1, FSDP1. All call this before the first step, have as many groups with the
+        same options, and step together: each step sums a few numbers over the process group (None
+        is all processes).
+        """
+        self._check_auto("share_estimate()", "build it with lr='auto'")
+        self._shared = Shared(process_group)
+
+    def _check_auto(self, what: str, remedy: str) -> None:
         group = self.param_groups[0]
         if not group["auto_lr"]:
             raise RuntimeError(
-                f"estimated_lr() needs lr='auto', and this optimizer has lr={group['lr']}; read "
-                "param_groups[0]['lr']"
+                f"{what} needs lr='auto', and this optimizer has lr={group['lr']}; {remedy}"
             )
-        return auto.lr_of(group["estimate"])
 
 
 class MirrorMADGRAD(BaseOptimizer):

@@ -58,51 +58,52 @@ class Estimate:
 
     @torch.no_grad()
     def advance_on_device(
-        self, groups: Sequence[Group], hypers: Sequence[Hyper], may_launch: bool
+        self,
+        groups: Sequence[Group],
+        hypers: Sequence[Hyper],
+        counts: Sequence[int] | Tensor,
+        live: Sequence[bool] | Tensor,
+        may_launch: bool,
     ) -> None:
+        factors, hypers = _weighed(groups, hypers, live)
         kernel = backends.estimate_kernel(self.values.device, groups) if may_launch else None
         found_inf = hypers[0].found_inf
         if kernel is not None:  # one launch, where the code below makes some sixty
             rates, kept = hypers[0].lr, None
-            if len(hypers) > 1 or not self.live[0]:
-                lrs = zip(hypers, self.live, strict=True)
-                rates = torch.stack([h.lr if live else torch.zeros_like(h.lr) for h, live in lrs])
+            if len(hypers) > 1:
+                rates = torch.stack([h.lr for h in hypers])
             if any(h.shrink is not None for h in hypers):
                 shrinks = (1.0 if h.shrink is None else h.shrink for h in hypers)
                 kept = torch.stack(list(map(self._on_device, shrinks)))
-            kernel(self.values, self.sums, rates, kept, self._counts_on_device(), found_inf)
+            there = counts if isinstance(counts, Tensor) else self._counts_on_device(counts)
+            kernel(self.values, self.sums, rates, kept, there, found_inf)
             self.cleared = not capturing()
             return
-        device, factors = self.values.device, self.factors(groups)
+        device = self.values.device
         factors = [f.to(device).reshape(()) if isinstance(f, Tensor) else f for f in factors]
-        new = torch.stack([torch.stack(row) for row in self.advanced(factors, hypers)])
+        new = torch.stack([torch.stack(row) for row in self.advanced(factors, counts, hypers)])
         if found_inf is not None:
             new = torch.where(found_inf.to(device) == 0, new, self.values)
         self.values.copy_(new)
 
-    def factors(self, groups: Sequence[Group]) -> list[Any]:
-        """0 for a group without a gradient: a step that it does not make has no weight λ."""
-        pairs = zip(groups, self.live, strict=True)
-        return [group["lr"] if live else 0.0 for group, live in pairs]
-
-    def advanced(self, factors: Sequence[Any], hypers: Sequence[Hyper]) -> list[list[Any]]:
+    def advanced(self, factors: Sequence[Any], counts: Any, hypers: Any) -> list[list[Any]]:
         """The rows after the step, each number a tensor."""
         rows, sums = ([row.unbind() for row in table] for table in (self.values, self.sums))
-        return distance.advance(TorchFunctions, rows, sums, factors, self.counts, hypers)
+        return distance.advance(TorchFunctions, rows, sums, factors, counts, hypers)
 
     def _on_device(self, number: float | Tensor) -> Tensor:
         if isinstance(number, Tensor):
             return number.to(self.values)
         return torch.full((), number, dtype=torch.float64, device=self.values.device)
 
-    def _counts_on_device(self) -> Tensor:
-        key = tuple(self.counts)
+    def _counts_on_device(self, counts: Sequence[int]) -> Tensor:
+        key = tuple(counts)
         if key in self.tables:
             return self.tables[key]
-        counts = torch.stack([self._on_device(float(count)) for count in key])
+        table = torch.stack([self._on_device(float(count)) for count in key])
         if not capturing():  # else only the graph's replay fills it
-            self.tables[key] = counts
-        return counts
+            self.tables[key] = table
+        return table
 
 
 def begin_step(
@@ -155,12 +156,14 @@ def _begin(optimizer: "BaseOptimizer", hyper: Callable[..., Hyper]) -> Estimate 
     """
     groups = optimizer.param_groups
     device = first_estimate.device_of(groups)
+    if device is None and optimizer._shared is not None:
+        device = optimizer._shared.default_device()
     if device is not None and capturing():
         raise RuntimeError(
             "step() is being captured in a CUDA graph before the first one of lr='auto'; run one "
             "step before the capture"
         )
-    rows = None if device is None else _rows(optimizer, hyper, device)
+    rows = None if device is None else first_estimate.rows(optimizer, hyper, device)
     if rows is None:
         optimizer._steps_waited = first_estimate.waited(optimizer._steps_waited)
         return None
@@ -168,47 +171,9 @@ def _begin(optimizer: "BaseOptimizer", hyper: Callable[..., Hyper]) -> Estimate 
     return Estimate(groups, rows.to(device))
 
 
-def _rows(
-    optimizer: "BaseOptimizer", hyper: Callable[..., Hyper], device: torch.device
-) -> Tensor | None:
-    """What the groups hold or begin with; a group that joins takes over the shared numbers."""
-    groups = optimizer.param_groups
-    held = [group["estimate"].to(device, torch.float64) for group in groups]
-    begun = [row for row in held if _has_begun(row)]
-    if begun:
-        joining = begun[0].clone()
-        joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
-        return torch.stack([row if _has_begun(row) else joining for row in held])
-    hypers = [hyper(optimizer, group, 0.0) for group in groups]
-    first = first_estimate.begin(groups, hypers, device)
-    if first is None:
-        return None
-    optimizer._factor_watch = auto_checks.FactorWatch()
-    row = empty()
-    row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
-    row[FIELDS.index("step")] = _steps_counted(optimizer)
-    return row.repeat(len(groups), 1)
-
-
-def _steps_counted(optimizer: "BaseOptimizer") -> float:
-    """k of the parameters: they have counted the steps in which there was no gradient to use."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    states = (optimizer.state.get(param, {}) for param in params)
-    return max((float(state["step"]) for state in states if "step" in state), default=0.0)
-
-
-def empty() -> Tensor:
-    """What a group holds before the first step: a checkpoint has a place for it from the start."""
-    return torch.zeros(len(FIELDS), dtype=torch.float64)
-
-
 def hold(group: Group, row: Tensor) -> None:
     """Give the group its numbers; `estimated_lr`, for loggers, is a view of one of them."""
     group["estimate"], group["estimated_lr"] = row, row[FIELDS.index("lr")]
-
-
-def _has_begun(row: Tensor) -> bool:
-    return row[FIELDS.index("distance")].item() > 0
 
 
 @torch.no_grad()
@@ -221,34 +186,50 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
     assert estimate is not None  # begin_step has made it
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
         if index not in repeated or estimate.counts[index] < 0:
-            live, idle = _live_and_idle(group, optimizer.state)
-            estimate.counts[index] = sum(map(coordinates, live + idle))
-            estimate.idle[index], estimate.live[index] = idle, bool(live)
+            with_gradient, idle = _live_and_idle(group, optimizer.state)
+            estimate.counts[index] = sum(map(coordinates, with_gradient + idle))
+            estimate.idle[index], estimate.live[index] = idle, bool(with_gradient)
         for param in estimate.idle[index]:
             for own in conversion.sums(param, optimizer.state[param], h.eps):
                 _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
     for total, over, sums in estimate.sharded:
         total += sharding.sum_over_shards(sums, over)
-    if not all(estimate.live):
-        hypers = _without_decay(estimate, hypers)
+    counts: Any = estimate.counts
+    live: Any = estimate.live
+    if optimizer._shared is not None:
+        found_inf = hypers[0].found_inf
+        counts, live, found_inf = optimizer._shared.totals(estimate.sums, counts, live, found_inf)
+        hypers = [h._replace(found_inf=found_inf) for h in hypers]
     if not estimate.on_host:
-        estimate.advance_on_device(groups, hypers, may_launch=True)
+        estimate.advance_on_device(groups, hypers, counts, live, may_launch=True)
         return
     if hypers[0].found_inf is not None and hypers[0].found_inf.item():
         return
-    factors = list(map(float, estimate.factors(groups)))
+    factors, hypers = _weighed(groups, hypers, live)
+    factors = list(map(float, factors))
     rows, step_sums = estimate.values.tolist(), estimate.sums.tolist()
     try:
-        new = distance.advance(NumberFunctions, rows, step_sums, factors, estimate.counts, hypers)
+        new = distance.advance(NumberFunctions, rows, step_sums, factors, counts, hypers)
     except (OverflowError, ZeroDivisionError):  # where tensors give inf
-        new = [list(map(float, row)) for row in estimate.advanced(factors, hypers)]
+        new = [list(map(float, row)) for row in estimate.advanced(factors, counts, hypers)]
     estimate.values.copy_(torch.tensor(new, dtype=torch.float64))
 
 
-def _without_decay(estimate: Estimate, hypers: Sequence[Hyper]) -> list[Hyper]:
-    """The sums of a group without a gradient do not shrink, so its share in D must not either."""
-    pairs = zip(hypers, estimate.live, strict=True)
-    return [h if live else h._replace(shrink=None) for h, live in pairs]
+def _weighed(
+    groups: Sequence[Group], hypers: Sequence[Hyper], live: Sequence[bool] | Tensor
+) -> tuple[list[Any], Sequence[Hyper]]:
+    """The groups' factors and numbers, as they count for the estimate.
+
+    A group without a gradient makes no step: that adds no weight λ, and shrinks nothing.
+    """
+    factors = [group["lr"] for group in groups]
+    if not isinstance(live, Tensor) and all(live):
+        return factors, hypers
+    factors = [factor * one for factor, one in zip(factors, live, strict=True)]
+    new = (h._replace(lr=h.lr * one) for h, one in zip(hypers, live, strict=True))
+    return factors, [
+        h._replace(shrink=None) if one is False else h for h, one in zip(new, live, strict=True)
+    ]
 
 
 def _live_and_idle(group: Group, state: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -268,7 +249,8 @@ def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> 
 def can_be_traced(optimizer: "BaseOptimizer") -> bool:
     """Not the first step, which reads its numbers, and not a step that communicates."""
     estimate = optimizer._estimate
-    return _is_held(estimate, optimizer.param_groups) and not estimate.sharded
+    communicates = optimizer._shared is not None or (estimate is not None and estimate.sharded)
+    return _is_held(estimate, optimizer.param_groups) and not communicates
 
 
 def end_traced_step(
@@ -284,8 +266,8 @@ def end_traced_step(
         estimate.live[index] = bool(live)
         for grad_sum, grad_sq_sum in zip(sums[::2], sums[1::2], strict=True):
             _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
-    hypers = _without_decay(estimate, hypers)
-    estimate.advance_on_device(groups, hypers, may_launch=False)
+    counts, live = estimate.counts, estimate.live
+    estimate.advance_on_device(groups, hypers, counts, live, may_launch=False)
 
 
 def lr_of(row: Tensor) -> float:

@@ -1,11 +1,12 @@
 """What lr="auto" refuses or warns of, because of what a wrapper or a scheduler does."""
 
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cubegrad.backends.native import tensors
-from cubegrad.optim import first_estimate
 
 if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
@@ -64,9 +65,21 @@ class FactorWatch:
             optimizer._factor_watch = None
         elif self.steps >= LOW_STEPS or (is_first and 0 < largest < ABSURD):
             optimizer._factor_watch = None
-            first_estimate.warn(
+            warn(
                 f"with lr='auto' a group's lr is a factor on the estimate, and it is {largest:.3g} "
                 f"after at most {self.largest:.3g} so far, so the weights hardly move: use 1, and "
                 "schedules with a peak of 1, such as OneCycleLR(max_lr=1.0). A learning-rate "
                 "finder has nothing to find here, and what it sets must be set back to 1"
             )
+
+
+def warn(message: str) -> None:
+    """At the line of the user's code that calls step(): skip the frames of torch and cubegrad."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "cubegrad")

@@ -13,12 +13,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
-from cubegrad.optim import auto, compiled, inputs
+from cubegrad.optim import auto, compiled, first_estimate, inputs
 from cubegrad.optim.auto import Estimate
 from cubegrad.optim.auto_checks import FactorWatch
 from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.release_checks import refuse_scaler
 from cubegrad.optim.repeat import Repeats
+from cubegrad.optim.shared import Shared
 from cubegrad.optim.step import step_groups
 from cubegrad.state import checkpoint, state_dicts
 from cubegrad.state.start import Starts
@@ -50,6 +51,7 @@ class BaseOptimizer(Optimizer):
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
     _steps_waited = 0  # by lr="auto", for a gradient to begin with
+    _shared: Shared | None = None  # the processes that make one estimate
     _last_params: list[Tensor] | None = None  # of the last step of lr="auto"
     _factor_watch: FactorWatch | None = None  # of lr="auto", until the factors are known to be sane
     _release: GradientRelease | None = None
@@ -114,7 +116,7 @@ class BaseOptimizer(Optimizer):
         param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
         param_group.setdefault("last_eps", param_group["eps"])
         if param_group["auto_lr"]:
-            auto.hold(param_group, param_group.get("estimate", auto.empty()))
+            auto.hold(param_group, param_group.get("estimate", first_estimate.empty()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -5,18 +5,22 @@ gradients that it cannot train with.
 """
 
 import math
-import sys
-import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cubegrad import distance, rule, sharding
+from cubegrad.distance import FIELDS
 from cubegrad.functions import NumberFunctions, TorchFunctions
+from cubegrad.optim.auto_checks import FactorWatch, warn
+from cubegrad.optim.shared import Shared
 from cubegrad.options import Hyper
 from cubegrad.state import layout
+
+if TYPE_CHECKING:
+    from cubegrad.optim.base import BaseOptimizer
 
 Group = dict[str, Any]
 
@@ -31,14 +35,55 @@ class Totals(NamedTuple):
     square: float  # Σ x² where g is not 0
     moved: float  # the number of coordinates where g is not 0
     coordinates: int  # that have a gradient, even if it is 0
-    largest: float  # the largest |g|^{2/3} in this process
+    largest: float  # the largest |g|^{2/3} in this process, or those that share the estimate
+
+
+def empty() -> Tensor:
+    """What a group holds before the first step: a checkpoint has a place for it from the start."""
+    return torch.zeros(len(FIELDS), dtype=torch.float64)
+
+
+def _has_begun(row: Tensor) -> bool:
+    return row[FIELDS.index("distance")].item() > 0
+
+
+def rows(
+    optimizer: "BaseOptimizer", hyper: Callable[..., Hyper], device: torch.device
+) -> Tensor | None:
+    """What the groups hold or begin with; a group that joins takes over the shared numbers."""
+    groups = optimizer.param_groups
+    held = [group["estimate"].to(device, torch.float64) for group in groups]
+    begun = [row for row in held if _has_begun(row)]
+    if begun:
+        joining = begun[0].clone()
+        joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
+        return torch.stack([row if _has_begun(row) else joining for row in held])
+    hypers = [hyper(optimizer, group, 0.0) for group in groups]
+    shared, steps = optimizer._shared, _steps_counted(optimizer)
+    first = begin(groups, hypers, device, shared)
+    if shared is not None:
+        first, steps = shared.agreed(first, steps, device)
+    if first is None:
+        return None
+    optimizer._factor_watch = FactorWatch()
+    row = empty()
+    row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
+    row[FIELDS.index("step")] = steps
+    return row.repeat(len(groups), 1)
+
+
+def _steps_counted(optimizer: "BaseOptimizer") -> float:
+    """k of the parameters: they have counted the steps in which there was no gradient to use."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    states = (optimizer.state.get(param, {}) for param in params)
+    return max((float(state["step"]) for state in states if "step" in state), default=0.0)
 
 
 def begin(
-    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device
+    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device, shared: Shared | None
 ) -> tuple[float, float] | None:
     """D_0 and γ_0, or None if the gradients are all 0 or not finite."""
-    totals = _totals(groups, hypers, device)
+    totals = _totals(groups, hypers, device, shared)
     if not math.isfinite(totals.scale):
         if hypers[0].found_inf is None:  # else a GradScaler takes care of it
             warn(
@@ -62,8 +107,10 @@ def begin(
     return start, lr
 
 
-def _totals(groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device) -> Totals:
-    kinds = dict.fromkeys(sharding.sharded_over(p) for group in groups for p in group["params"])
+def _totals(
+    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device, shared: Shared | None
+) -> Totals:
+    kinds = [None, *(sharding.sharded_over(p) for group in groups for p in group["params"])]
     sums = {over: torch.zeros(3, dtype=torch.float64, device=device) for over in kinds}
     largest = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -80,8 +127,11 @@ def _totals(groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.devi
                 if scales.numel():
                     largest = TorchFunctions.larger(largest, scales.max().to(device))
     parts = [sharding.sum_over_shards(part, over) for over, part in sums.items()]
-    scale, square, moved = torch.stack(parts).sum(0).tolist()
-    return Totals(scale, square, moved, count, largest.item())
+    numbers = torch.cat([torch.stack(parts).sum(0), largest.new_tensor([float(count)])])
+    if shared is not None:
+        numbers, largest = shared.sum(numbers), shared.largest(largest)
+    scale, square, moved, coordinates_there = numbers.tolist()
+    return Totals(scale, square, moved, int(coordinates_there), largest.item())
 
 
 def _as_stepped(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +183,8 @@ def _too_large(groups: Sequence[Group], totals: Totals, lr: float) -> str | None
 
 def _limits(groups: Sequence[Group]) -> list[torch.finfo]:
     params = [param for group in groups for param in group["params"] if param.grad is not None]
-    return [torch.finfo(layout.state_dtype(param)) for param in params]
+    dtypes = [layout.state_dtype(param) for param in params]
+    return [torch.finfo(dtype) for dtype in dtypes or [torch.float32]]
 
 
 def waited(steps: int) -> int:
@@ -144,18 +195,6 @@ def waited(steps: int) -> int:
             "weight has moved; check that the loss depends on the parameters"
         )
     return steps + 1
-
-
-def warn(message: str) -> None:
-    """At the line of the user's code that calls step(): skip the frames of torch and cubegrad."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-def _is_inside(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "cubegrad")
 
 
 def coordinates(param: Tensor) -> int:

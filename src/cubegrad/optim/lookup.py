@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cubegrad.optim import auto
 
-# Where wrappers keep the optimizer: those of accelerate, Lightning, DeepSpeed, fairscale, skorch and
-# torch (its schedulers and ZeroRedundancyOptimizer), and optimizers around another one.
+# Where wrappers keep the optimizer: those of accelerate, Lightning, DeepSpeed, fairscale, skorch
+# and torch (its schedulers and ZeroRedundancyOptimizer), and optimizers around another one.
 ATTRIBUTES = (
     *("optimizer", "_optimizer", "optimizer_", "optimizers", "optim", "_optim", "opt"),
     *("base_optimizer", "inner_optimizer", "inner", "wrapped_optimizer", "wrapped"),
@@ -50,8 +50,8 @@ def _estimates(thing: Any, visited: dict[int, Any]) -> tuple[list[Tensor], list[
             rows |= {id(row): row for row in found}
             seen += names
     if not rows:
-        groups = getattr(thing, "param_groups", None) or []
-        first = groups[0] if isinstance(groups, list) else {}
+        groups = getattr(thing, "param_groups", None)
+        first = groups[0] if isinstance(groups, list) and groups else None
         if isinstance(first, Mapping) and first.get("auto_lr") and "estimate" in first:
             rows[id(first["estimate"])] = first["estimate"]
         elif isinstance(first, Mapping) and "lr" in first:

@@ -1,0 +1,63 @@
+"""One estimate of processes that each hold other parameters: pipeline stages, ZeRO-1, FSDP1.
+
+Each adds its own sums, and the totals over the processes advance the same numbers in all of them.
+Parameters that are DTensors need none of this: they know their processes.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Shared:
+    """The processes of `MADGRAD.share_estimate`."""
+
+    def __init__(self, process_group: Any) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "share_estimate() needs the processes of torch.distributed, which has not been "
+                "initialized; call init_process_group first, or leave it out in a single process"
+            )
+        self.process_group = process_group
+
+    def default_device(self) -> torch.device:
+        """Where a process that holds no parameter takes part."""
+        backend = str(dist.get_backend(self.process_group))
+        return torch.device("cuda" if backend == "nccl" else "cpu")
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        dist.all_reduce(numbers, group=self.process_group)
+        return numbers
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.process_group)
+        return numbers
+
+    def agreed(
+        self, first: tuple[float, float] | None, steps: float, device: torch.device
+    ) -> tuple[tuple[float, float] | None, float]:
+        """Begin in all processes or in none, at the same step."""
+        numbers = torch.tensor([float(first is None), steps], dtype=torch.float64, device=device)
+        waits, steps = self.largest(numbers).tolist()
+        return (None if waits else first), steps
+
+    def totals(
+        self, sums: Tensor, counts: list[int], live: list[bool], found_inf: Tensor | None
+    ) -> tuple[Any, Any, Tensor | None]:
+        """Replace the sums by those over the processes.
+
+        Returns each group's count of coordinates, which groups have a gradient, and whether any
+        process found an overflow. On a GPU all of them are tensors, which nobody waits for.
+        """
+        own = torch.tensor([counts, live], dtype=torch.float64).T.to(sums.device, non_blocking=True)
+        overflow = torch.zeros_like(own[:, :1])
+        if found_inf is not None:
+            overflow += found_inf.to(overflow)
+        table = self.sum(torch.cat([sums, own, overflow], dim=1))
+        sums.copy_(table[:, :3])
+        any_overflow = None if found_inf is None else (table[0, 5:] > 0).float()
+        if sums.is_cpu:
+            return table[:, 3].tolist(), (table[:, 4] > 0).tolist(), any_overflow
+        return table[:, 3].contiguous(), (table[:, 4] > 0).double(), any_overflow
