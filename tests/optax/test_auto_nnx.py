@@ -11,6 +11,7 @@ from cubegrad.optax import estimated_lr, madgrad
 nnx = pytest.importorskip("flax.nnx")
 
 
+@pytest.mark.compilation
 @pytest.mark.parametrize("chained", [False, True])
 def test_the_estimate_is_found_in_an_nnx_optimizer(chained):
     tx = madgrad("auto")

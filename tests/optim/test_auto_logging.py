@@ -1,4 +1,4 @@
-"""What shows the estimate of MADGRAD(lr="auto"): a key of the groups, and `cubegrad.estimated_lr`."""
+"""Where MADGRAD(lr="auto") shows its estimate: in the groups, and by `cubegrad.estimated_lr`."""
 
 import copy
 import math

@@ -118,6 +118,7 @@ def test_parameters_may_be_replaced_or_dropped():
     assert loss([params[0], new]) < 0.5
 
 
+@pytest.mark.training
 @cases.each_fast_backend
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_groups_with_gradients_in_turns(backend, decoupled):
@@ -134,8 +135,8 @@ def test_groups_with_gradients_in_turns(backend, decoupled):
                 optimizer.step()
         results.append((loss(params), optimizer.estimated_lr()))
     (joint, rate), (in_turns, its_rate) = results
-    assert in_turns < max(2 * joint, 0.05)
-    assert its_rate == pytest.approx(rate, rel=0.3)
+    assert in_turns < 2 * joint + 0.02  # both 0.04 to 0.06 for four seeds
+    assert 1 <= its_rate / rate < 1.2  # 1.08 to 1.09: the estimate counts two steps for one
 
 
 # A learning rate that somebody overwrites

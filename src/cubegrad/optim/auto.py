@@ -40,6 +40,7 @@ class Estimate:
         self.sharded: list[tuple[Tensor, sharding.ShardedOver, Tensor]] = []
         for group, row in zip(groups, self.rows, strict=True):
             hold(group, row)
+        self.lr: Tensor = groups[0]["estimated_lr"]
         self.follow(groups)
         self.live = [True] * len(groups)  # which groups have a gradient in this step
         self.counts = [-1] * len(groups)  # coordinates that have been stepped; -1: not counted yet
@@ -131,8 +132,10 @@ def begin_step(
     estimate.cleared = False
     for _, _, sums in estimate.sharded:
         sums.zero_()
-    lr: Any = estimate.values[0, FIELDS.index("lr")]
-    if estimate.on_host and not traced:
+    lr: Any = estimate.lr
+    if traced:  # a second input that is a view of the first would be copied
+        lr = estimate.values[0, FIELDS.index("lr")]
+    elif estimate.on_host:
         lr = lr.item()
     return [
         hyper(optimizer, group, lr)._replace(sums=part)
@@ -197,8 +200,7 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
     counts: Any = estimate.counts
     live: Any = estimate.live
     if optimizer._shared is not None:
-        found_inf = hypers[0].found_inf
-        counts, live, found_inf = optimizer._shared.totals(estimate.sums, counts, live, found_inf)
+        counts, live, found_inf = optimizer._shared.totals(estimate, hypers[0].found_inf)
         hypers = [h._replace(found_inf=found_inf) for h in hypers]
     if not estimate.on_host:
         estimate.advance_on_device(groups, hypers, counts, live, may_launch=True)
@@ -223,7 +225,7 @@ def _weighed(
     A group without a gradient makes no step: that adds no weight λ, and shrinks nothing.
     """
     factors = [group["lr"] for group in groups]
-    if not isinstance(live, Tensor) and all(live):
+    if isinstance(live, list) and False not in live:
         return factors, hypers
     factors = [factor * one for factor, one in zip(factors, live, strict=True)]
     new = (h._replace(lr=h.lr * one) for h, one in zip(hypers, live, strict=True))

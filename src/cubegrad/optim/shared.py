@@ -4,11 +4,14 @@ Each adds its own sums, and the totals over the processes advance the same numbe
 Parameters that are DTensors need none of this: they know their processes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cubegrad.optim.auto import Estimate
 
 
 class Shared:
@@ -44,20 +47,23 @@ class Shared:
         return (None if waits else first), steps
 
     def totals(
-        self, sums: Tensor, counts: list[int], live: list[bool], found_inf: Tensor | None
+        self, estimate: "Estimate", found_inf: Tensor | None
     ) -> tuple[Any, Any, Tensor | None]:
         """Replace the sums by those over the processes.
 
         Returns each group's count of coordinates, which groups have a gradient, and whether any
         process found an overflow. On a GPU all of them are tensors, which nobody waits for.
         """
+        sums, counts, live = estimate.sums, estimate.counts, estimate.live
         own = torch.tensor([counts, live], dtype=torch.float64).T.to(sums.device, non_blocking=True)
         overflow = torch.zeros_like(own[:, :1])
         if found_inf is not None:
             overflow += found_inf.to(overflow)
         table = self.sum(torch.cat([sums, own, overflow], dim=1))
-        sums.copy_(table[:, :3])
-        any_overflow = None if found_inf is None else (table[0, 5:] > 0).float()
-        if sums.is_cpu:
-            return table[:, 3].tolist(), (table[:, 4] > 0).tolist(), any_overflow
-        return table[:, 3].contiguous(), (table[:, 4] > 0).double(), any_overflow
+        *new_sums, there, groups_live, overflows = table.unbind(1)
+        sums.copy_(torch.stack(new_sums, 1))
+        any_overflow = None if found_inf is None else (overflows[:1] > 0).float()
+        live_there = groups_live > 0
+        if estimate.on_host:
+            return there.tolist(), live_there.tolist(), any_overflow
+        return there.contiguous(), live_there.double(), any_overflow
