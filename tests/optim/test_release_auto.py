@@ -156,3 +156,22 @@ def test_loading_in_the_middle_of_a_step():
     optimizer.step()
     train(model, optimizer, steps=range(3, 5))
     assert optimizer.estimated_lr() > 0
+
+
+def test_a_group_without_gradients_adds_no_weight():
+    """As in an ordinary step."""
+    runs = []
+    for released in (False, True):
+        torch.manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(300, 300)) for _ in range(2)]
+        optimizer = MADGRAD([{"params": [param]} for param in params], lr="auto")
+        handle = optimizer.release_gradients() if released else None
+        for k in range(6):
+            some = params if k < 3 else params[:1]
+            sum((p - 1).square().sum() for p in some).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([group["estimate"].tolist() for group in optimizer.param_groups])
+        assert (handle is not None) == released
+    for plain, other in zip(*runs, strict=True):
+        assert other == pytest.approx(plain, rel=1e-12)
