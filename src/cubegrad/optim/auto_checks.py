@@ -55,7 +55,8 @@ class FactorWatch:
         self.steps = 0  # in which the largest factor has not risen
 
     def look(self, optimizer: "BaseOptimizer") -> None:
-        factors = [group["lr"] for group in optimizer.param_groups]
+        rates = (group["lr"] for group in optimizer.param_groups)
+        factors = [rate.detach() if isinstance(rate, Tensor) else rate for rate in rates]
         on_device = any(isinstance(f, Tensor) and not f.is_cpu for f in factors)
         largest = LOW if on_device else max(map(float, factors))  # reading one would wait for it
         is_first, rises = self.largest < 0, largest > self.largest
