@@ -170,7 +170,6 @@ def test_a_real_grad_scaler_skips_without_a_sync():
 
 
 @on_gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("capturable", [False, True])
 @each_method
 def test_no_step_waits_for_the_device(method, capturable):
@@ -178,14 +177,11 @@ def test_no_step_waits_for_the_device(method, capturable):
     lr = torch.tensor(0.1, device="cuda") if capturable else 0.1
     options = {"weight_decay": 0.1, "decoupled_weight_decay": True}
     optimizer = method.optimizer(params, lr=lr, capturable=capturable, **options)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cases.no_waiting():
         for _ in range(3):
             for param in params:
                 param.grad = torch.randn_like(param)
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert optimizer.state[params[0]]["step"] == 3
 
 

@@ -1,9 +1,9 @@
 """MADGRAD(lr="auto") on a GPU: no step waits for the device, and steps can be captured."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import cases
 import pytest
 import torch
 from torch import Tensor
@@ -36,22 +36,12 @@ def start(**options: Any) -> tuple[list[Tensor], Callable[[], None], MADGRAD]:
     return params, fill, optimizer
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("way", WAYS)
 def test_only_the_first_step_waits_for_the_device(way: str) -> None:
     _, fill, optimizer = start(**WAYS[way])
     optimizer.step()
     before = optimizer.estimated_lr()
-    with no_waiting():
+    with cases.no_waiting():
         for _ in range(20):
             fill()
             optimizer.step()

@@ -61,7 +61,7 @@ def test_a_skipped_first_step_has_no_weight(cls):
 
 
 def sparse(grad, rows):
-    rows = torch.tensor(rows)
+    rows = torch.tensor(rows, device=grad.device)
     return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, check_invariants=True)
 
 

@@ -1,5 +1,6 @@
 """ImageNet on a GPU: its crops, its runs, and an epoch without synchronisation."""
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -40,19 +41,15 @@ def test_a_run_learns(images, monkeypatch, options):
     assert record.curve["accuracy"][-1] > 70
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("options", WAYS)
 def test_the_host_does_not_wait_within_an_epoch(images, options):
     problem = small_problem(**options)
     task = imagenet.build(setup_of(problem, images, device=torch.device("cuda")))
     batches = task.batches(0)
     total = task.loss(task.model, next(batches)).detach()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with cases.no_waiting():
         for batch in batches:
             loss = task.loss(task.model, batch)
             loss.backward()
             total += loss.detach()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert total.isfinite().item()

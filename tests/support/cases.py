@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -195,9 +196,8 @@ def moved(value: Tensor, device: str) -> Tensor:
     """The value on the device, with the strides, gaps and offset that `to` would not keep."""
     if value.device.type == device:
         return value
-    room = torch.zeros(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)
-    room = room.to(device)
-    return room.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(value)
+    room = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return room.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def parameter(value: Tensor, device: str) -> torch.nn.Parameter:
@@ -211,6 +211,18 @@ def no_change(*tensors: Tensor) -> Iterator[None]:
     yield
     for tensor, old in zip(tensors, before, strict=True):
         assert same_bits(tensor.detach(), old)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise where the host waits for the GPU inside the block."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -40,11 +40,17 @@ def state_tensors(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def same_runs(params: Any, optimizer: Any, others: Any, other: Any) -> bool:
-    """Whether weights and states are the same, bit for bit, in entries of the same names."""
+    """Whether weights and states are the same, bit for bit, in entries of the same names.
+
+    A step count may be on the host or, loaded from a checkpoint, on the parameter's device.
+    """
     for p, q in zip(params, others, strict=True):
         if list(optimizer.state[p]) != list(other.state[q]):
             return False
-    states = state_tensors(optimizer, params), state_tensors(other, others)
+    states = (
+        [tensor.cpu() for tensor in state_tensors(one, some)]
+        for one, some in ((optimizer, params), (other, others))
+    )
     return same_bits(params, others) and same_bits(*states)
 
 
