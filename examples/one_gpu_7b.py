@@ -134,7 +134,7 @@ def arguments() -> argparse.Namespace:
     add("--size", choices=SIZES, default="7b", help="parameters (%(default)s)")
     add("--steps", type=int, default=30, help="(%(default)s)")
     add("--tokens", type=int, default=2048, help="in a step (%(default)s)")
-    add("--lr", type=float, default=5e-5, help="after the warm-up (%(default)s)")
+    add("--lr", type=float, default=1e-5, help="after the warm-up (%(default)s)")
     add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     add("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args()
