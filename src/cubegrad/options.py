@@ -1,6 +1,8 @@
 """Hyper-parameters: checked once, with every error message about them."""
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
@@ -12,6 +14,46 @@ REMEDY = {
     "eps": "use 1e-6, or 0 for none",
     "reference_lr": "use the peak learning rate",
 }
+
+# Options of torch's optimizers and of other MADGRAD packages that have no meaning here.
+OTHERS = {
+    "betas": "has momentum (0.9), not betas; leave betas out",
+    "beta1": "has momentum (0.9), not beta1; leave beta1 out",
+    "beta2": "sums the squares of the gradients; leave beta2 out",
+    "amsgrad": "has no amsgrad; leave it out",
+    "nesterov": "has no Nesterov momentum; leave nesterov out",
+    "dampening": "averages weights where SGD adds up gradients; leave dampening out",
+    "alpha": "sums the squares of the gradients; leave alpha, which averages them, out",
+    "rho": "sums the squares of the gradients; leave rho, which averages them, out",
+    "centered": "has no centered form; leave it out",
+    "lr_decay": "leaves the decay of lr to a scheduler; leave lr_decay out and use one of torch's",
+    "initial_accumulator_value": "starts its sums at 0 and has eps; leave it out",
+    "decouple_decay": "calls it decoupled_weight_decay",
+    "decoupled_decay": "calls it decoupled_weight_decay",
+    "weight_decouple": "calls it decoupled_weight_decay",
+    "learning_rate": "calls it lr",
+    "epsilon": "calls it eps",
+}
+TAKEN = (
+    *("lr", "momentum", "weight_decay", "eps", "decoupled_weight_decay", "decoupled_lr"),
+    *("maximize", "foreach", "fused", "capturable", "differentiable", "compact"),
+    "stochastic_rounding",
+)
+
+
+def refuse_unknown(optimizer: str, unknown: Iterable[str]) -> None:
+    """Refuse keyword arguments that the optimizer does not take, naming those that it does."""
+    for name in unknown:
+        why = OTHERS.get(name)
+        if why is None:
+            close = difflib.get_close_matches(name, TAKEN, 1)
+            why = f"has no option {name}" + (f"; did you mean {close[0]}?" if close else "")
+        raise TypeError(f"{optimizer} {why}. It takes params, {', '.join(TAKEN)}")
+
+
+def refuse_others(optimizer: str, group: Iterable[str]) -> None:
+    """Refuse other optimizers' options in a group, where torch lets users keep what they like."""
+    refuse_unknown(optimizer, [name for name in group if name in OTHERS])
 
 
 class Hyper(NamedTuple):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec
-from cubegrad.backends import rounding
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
@@ -49,7 +48,7 @@ def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> Non
         CodedFunctions,
         h,
         k,
-        codec.random_bits(step.to(torch.int32), compact.blocks(rounding.indices(param, first))),
+        codec.random_bits(step.to(torch.int32), compact.blocks(compact.indices(param, first))),
         x,
         g,
         compact.codes_in_blocks(old),

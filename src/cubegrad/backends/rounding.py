@@ -8,13 +8,7 @@ from torch import Tensor
 from cubegrad import codec
 from cubegrad.backends.batch import Row
 from cubegrad.functions import CodedFunctions
-
-
-def indices(param: Tensor, first: int) -> Tensor:
-    """The coordinates' indices in the whole parameter, modulo 2^32, in the shape of this part."""
-    start = (first + 2**31) % 2**32 - 2**31
-    numbers = torch.arange(param.numel(), dtype=torch.int32, device=param.device) + start
-    return numbers.reshape(param.shape)
+from cubegrad.state import compact
 
 
 def rounded(x: Tensor, row: Row, momentum: Any) -> Tensor:
@@ -23,6 +17,6 @@ def rounded(x: Tensor, row: Row, momentum: Any) -> Tensor:
     if isinstance(momentum, Tensor):
         momentum = momentum.to(step.device)
     name = str(param.dtype).removeprefix("torch.")
-    index = indices(param, row.first_index)
+    index = compact.indices(param, row.first_index)
     new: Tensor = codec.round_param(CodedFunctions, name, x, step, index, momentum)
     return new

@@ -4,7 +4,8 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, overload
+from contextlib import AbstractContextManager
+from typing import Any, Never, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
-from cubegrad.optim import auto, compiled, first_estimate, inputs
+from cubegrad.optim import auto, compiled, edit, first_estimate, inputs
 from cubegrad.optim.auto import Estimate
 from cubegrad.optim.auto_checks import FactorWatch
 from cubegrad.optim.release import GradientRelease
@@ -55,6 +56,7 @@ class BaseOptimizer(Optimizer):
     _last_params: list[Tensor] | None = None  # of the last step of lr="auto"
     _factor_watch: FactorWatch | None = None  # of lr="auto", until the factors are known to be sane
     _release: GradientRelease | None = None
+    _is_editing = False  # inside edit_weights()
 
     def __init__(
         self,
@@ -73,7 +75,9 @@ class BaseOptimizer(Optimizer):
         differentiable: bool = False,
         compact: bool = False,
         stochastic_rounding: bool = False,
+        **unknown: Never,
     ) -> None:
+        options.refuse_unknown(type(self).__name__, unknown)
         auto_lr = options.auto_lr(self._method, lr)
         defaults = {
             "lr": 1.0 if auto_lr else lr,
@@ -106,6 +110,7 @@ class BaseOptimizer(Optimizer):
             param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
         try:
+            options.refuse_others(type(self).__name__, param_group)
             options.check_alike(self.param_groups)
             options.check(param_group)
             for index, param in enumerate(param_group["params"]):
@@ -140,6 +145,8 @@ class BaseOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step over every parameter that has a gradient; returns the closure's loss."""
+        if self._is_editing:
+            edit.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,6 +176,24 @@ class BaseOptimizer(Optimizer):
         self._release = GradientRelease(self)
         return self._release
 
+    def edit_weights(self, keep_momentum: bool = True) -> AbstractContextManager[None]:
+        """Change weights inside this context, between steps, and training goes on from there.
+
+        Without it the next steps undo the edit. When the context ends, also by an exception, z is
+        moved as the weights have been. With keep_momentum=False z is put where they are, so that
+        edited coordinates stay there until they get a gradient. Gradients are off inside, and a
+        copy of the weights is kept. See docs/editing_weights.md.
+        """
+        return edit.edit_weights(self, keep_momentum)
+
+    def restart(self, params: Iterable[Tensor] | None = None) -> None:
+        """Start over from the weights as they are: no state, step 0, a new estimate of lr="auto".
+
+        With `params` only these start over; lr="auto", whose estimate is of all, refuses that.
+        Options and schedulers stay as they are. See docs/editing_weights.md.
+        """
+        edit.restart(self, params)
+
     # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the
     # compiler refuses to trace that wrapper, so our own functions note it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -193,6 +218,8 @@ class BaseOptimizer(Optimizer):
 
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
+        if self._is_editing:
+            edit.refuse("state_dict()")
         state_dict = state_dicts.plain(super().state_dict())
         checkpoint.complete(self._method, self.param_groups, self.state, state_dict)
         return state_dict
@@ -204,6 +231,8 @@ class BaseOptimizer(Optimizer):
         float32 state of half-precision parameters; this one gives each buffer its own dtype.
         What a wrapper has added to the state comes along, moved to the parameter's device.
         """
+        if self._is_editing:
+            edit.refuse("load_state_dict()")
         state_dict = copy.copy(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from cubegrad import options, sharding
-from cubegrad.optim import auto, release_checks, step
+from cubegrad.optim import auto, edit, release_checks, step
 from cubegrad.optim.first_estimate import coordinates
 from cubegrad.optim.release_checks import Held, version_of
 from cubegrad.optim.repeat import Prepared
@@ -116,6 +116,8 @@ class GradientRelease:
         param.grad = None
 
     def _begin_pass(self, optimizer: "BaseOptimizer") -> None:
+        if optimizer._is_editing:
+            edit.refuse("backward() with release_gradients()")
         release_checks.refuse_options(optimizer)
         if not self._wrappers_checked:
             release_checks.refuse_wrappers(optimizer.param_groups)

@@ -90,6 +90,13 @@ def _viewed(code: Tensor, dtype: torch.dtype, param: Tensor) -> Tensor:
     return sharding.like(shard, param, torch.Size((*code.shape[:-1], last)))
 
 
+def indices(param: Tensor, first: int) -> Tensor:
+    """The coordinates' indices in the whole parameter, modulo 2^32, in the shape of this part."""
+    start = (first + 2**31) % 2**32 - 2**31
+    numbers = torch.arange(param.numel(), dtype=torch.int32, device=param.device) + start
+    return numbers.reshape(param.shape)
+
+
 def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same rows of tensors with one first dimension, a bounded number at a time."""
     length = max(1, PIECE // max(1, row_length(tensors[0].shape)))

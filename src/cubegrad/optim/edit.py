@@ -1,0 +1,164 @@
+"""Weights changed between steps: `edit_weights()` goes on from them, `restart()` starts over.
+
+Dual averaging computes z from x_0 and the sums of all gradients, and x follows z. So a change of x
+alone is undone within a few dozen steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cubegrad import options, sharding
+from cubegrad.distance import FIELDS
+from cubegrad.optim import auto, first_estimate
+from cubegrad.optim.repeat import Repeats
+from cubegrad.state import edit, layout
+
+if TYPE_CHECKING:
+    from cubegrad.optim.base import BaseOptimizer
+
+Group = dict[str, Any]
+
+
+@contextmanager
+def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[None]:
+    if optimizer._is_editing:  # the outer context will do it
+        yield
+        return
+    old = {
+        param: edit.value(param).clone()
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if _concerned(optimizer, param)
+    }
+    optimizer._is_editing = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        optimizer._is_editing = False
+        _check_shapes(optimizer.param_groups, old)
+        for group in optimizer.param_groups:
+            _follow(optimizer, group, old, keep_momentum)
+
+
+def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | None:
+    """The layout of the parameter's state, if an edit concerns it."""
+    held = layout.held(optimizer._method, optimizer.state.get(param, {}))
+    return held if held is not None and edit.is_concerned(held) else None
+
+
+@torch.no_grad()
+def _follow(
+    optimizer: "BaseOptimizer", group: Group, old: dict[Tensor, Tensor], momentum: bool
+) -> None:
+    """Let the state of a group follow its weights."""
+    row = group["estimate"] if group["auto_lr"] else None
+    totals: dict[sharding.ShardedOver, Any] = {}
+    if row is not None:
+        kinds = [None, *map(sharding.sharded_over, group["params"])]
+        totals = {over: torch.zeros(2, dtype=torch.float64, device=row.device) for over in kinds}
+    for param in group["params"]:
+        held = _concerned(optimizer, param)
+        if held is None or param not in old:
+            continue
+        entries, eps = optimizer.state[param], group["last_eps"]
+        own = edit.follow(param, old.pop(param), held, entries, eps, momentum)
+        if row is not None:
+            totals[sharding.sharded_over(param)] += own.to(row.device)
+    if row is None:
+        return
+    parts = [sharding.sum_over_shards(part, over) for over, part in totals.items()]
+    total = torch.stack(parts).sum(0)
+    before, after = total if optimizer._shared is None else optimizer._shared.sum(total)
+    # Else the quotient of the two, from which the distance is estimated, would grow with each edit.
+    row[FIELDS.index("agreement")] *= torch.where(before > 0, after / before, 1.0)
+
+
+def _check_shapes(groups: list[Group], old: dict[Tensor, Tensor]) -> None:
+    for group in groups:
+        for index, param in enumerate(group["params"]):
+            now = edit.value(param)
+            if param in old and now.shape != old[param].shape:
+                raise RuntimeError(
+                    f"{options.name_of(group, index)} had shape {tuple(old[param].shape)} before "
+                    f"edit_weights() and has {tuple(now.shape)} now; an edit keeps the shape: "
+                    "build a new optimizer for new parameters"
+                )
+
+
+def refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what} inside edit_weights() would meet weights that have been edited and a state that "
+        "has not followed them yet; call it after the context"
+    )
+
+
+def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None:
+    if optimizer._is_editing:
+        refuse("restart()")
+    if optimizer._release is not None and optimizer._release.is_open:
+        raise RuntimeError(
+            "restart() comes between backward() and step(), and with release_gradients() the step "
+            "has begun; call step() first"
+        )
+    groups = optimizer.param_groups
+    chosen = None if params is None else _chosen(groups, params)
+    for group in groups:
+        for param in group["params"]:
+            if chosen is None or param in chosen:
+                _restart(optimizer, group, param)
+    optimizer._repeats = Repeats()
+    if chosen is None:
+        for group in groups:
+            group["last_eps"] = group["eps"]
+            if group["auto_lr"]:
+                auto.hold(group, first_estimate.empty())
+        optimizer._estimate = optimizer._last_params = optimizer._factor_watch = None
+        optimizer._steps_waited = 0
+
+
+def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:
+    chosen = {params} if isinstance(params, Tensor) else set(params)
+    strangers = chosen - {param for group in groups for param in group["params"]}
+    if strangers:
+        shapes = [tuple(param.shape) for param in strangers]
+        raise ValueError(
+            f"restart() got {len(strangers)} parameters that are in none of the param groups, of "
+            f"shapes {shapes}; give it parameters of this optimizer, or nothing to restart all"
+        )
+    if any(group["auto_lr"] for group in groups):
+        raise ValueError(
+            f"restart() of {len(chosen)} parameters leaves the estimate of lr='auto', which is "
+            "made of all parameters, without a meaning; restart all, or give lr a number"
+        )
+    return chosen
+
+
+@torch.no_grad()
+def _restart(optimizer: "BaseOptimizer", group: Group, param: Tensor) -> None:
+    """Drop a parameter's state, but not what a wrapper keeps there."""
+    method, state = optimizer._method, optimizer.state
+    entries = state.get(param)
+    held = layout.held(method, entries or {})
+    optimizer._starts.open.pop(param, None)
+    if not isinstance(entries, dict):
+        return
+    if group["capturable"] and held is not None and "step" in entries:
+        # In place: a captured graph writes to these tensors as long as it is replayed.
+        on_device = layout.counts_on_device(group, fused=False)
+        for name, value in held.fresh(param.detach(), on_device).items():
+            if entries[name].dtype == value.dtype:
+                sharding.local(entries[name]).copy_(sharding.local(value))
+            else:  # codes as bytes, which a wrapper has put there
+                entries[name] = value
+        return
+    ours = {"step", *layout.all_buffers(method), *layout.CODED_NAMES}
+    others = {name: value for name, value in entries.items() if name not in ours}
+    if others:
+        state[param] = others
+    else:
+        del state[param]
