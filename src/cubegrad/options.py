@@ -28,11 +28,11 @@ OTHERS = {
     "centered": "has no centered form; leave it out",
     "lr_decay": "leaves the decay of lr to a scheduler; leave lr_decay out and use one of torch's",
     "initial_accumulator_value": "starts its sums at 0 and has eps; leave it out",
-    "decouple_decay": "calls it decoupled_weight_decay",
-    "decoupled_decay": "calls it decoupled_weight_decay",
-    "weight_decouple": "calls it decoupled_weight_decay",
-    "learning_rate": "calls it lr",
-    "epsilon": "calls it eps",
+    "decouple_decay": "has decoupled_weight_decay, not decouple_decay",
+    "decoupled_decay": "has decoupled_weight_decay, not decoupled_decay",
+    "weight_decouple": "has decoupled_weight_decay, not weight_decouple",
+    "learning_rate": "has lr, not learning_rate",
+    "epsilon": "has eps, not epsilon",
 }
 TAKEN = (
     *("lr", "momentum", "weight_decay", "eps", "decoupled_weight_decay", "decoupled_lr"),
@@ -47,7 +47,7 @@ def refuse_unknown(optimizer: str, unknown: Iterable[str]) -> None:
         why = OTHERS.get(name)
         if why is None:
             close = difflib.get_close_matches(name, TAKEN, 1)
-            why = f"has no option {name}" + (f"; did you mean {close[0]}?" if close else "")
+            why = f"has {close[0]}, not {name}" if close else f"has no option {name}"
         raise TypeError(f"{optimizer} {why}. It takes params, {', '.join(TAKEN)}")
 
 

@@ -9,7 +9,7 @@ import torch
 from short_runs import advance, ones, parameters
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, backends, family
+from cubegrad import MADGRAD, MirrorMADGRAD, backends, family, options
 
 NAN = float("nan")
 
@@ -67,6 +67,46 @@ def test_an_option_of_several_numbers_is_a_value_error_as_in_torch(cls, name, ba
     message = rf"{name}=.*\(shape \({len(bad)},\)\) must be one number"
     with pytest.raises(ValueError, match=message):
         cls([ones()], **{name: bad})
+
+
+UNKNOWN = {
+    "betas": r"has momentum \(0\.9\), not betas",
+    "amsgrad": "has no amsgrad",
+    "nesterov": "has no Nesterov momentum",
+    "dampening": "averages weights where SGD adds up gradients; leave dampening out",
+    "alpha": "sums the squares of the gradients",
+    "decouple_decay": "has decoupled_weight_decay, not decouple_decay",
+    "learning_rate": "has lr, not learning_rate",
+    "weight_deacy": "has weight_decay, not weight_deacy",
+    "colour": "has no option colour",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@cases.each_class
+def test_an_option_that_it_does_not_have_is_refused_with_a_hint(cls, name):
+    message = rf"^{cls.__name__} {UNKNOWN[name]}.*\. It takes params, lr, momentum, .*compact"
+    with pytest.raises(TypeError, match=message):
+        cls([ones()], lr=0.1, **{name: 0.5})
+
+
+@cases.each_class
+def test_other_optimizers_options_in_a_group_are_refused_but_not_a_users_own_entries(cls):
+    optimizer = cls([{"params": [ones()], "name": "head", "lr_scale": 0.5}])
+    assert optimizer.param_groups[0]["lr_scale"] == 0.5
+    message = rf"^{cls.__name__} has momentum \(0\.9\), not betas"
+    with pytest.raises(TypeError, match=message):
+        cls([{"params": [ones()], "betas": (0.9, 0.99)}])
+    with pytest.raises(TypeError, match=message):
+        optimizer.add_param_group({"params": [ones()], "betas": (0.9, 0.99)})
+    assert len(optimizer.param_groups) == 1
+
+
+@cases.each_class
+def test_the_options_that_messages_name_are_those_it_takes(cls):
+    optimizer = cls([ones()])
+    taken = set(optimizer.defaults) - {"auto_lr"}
+    assert taken == set(options.TAKEN)
 
 
 def test_integer_parameters_are_refused():

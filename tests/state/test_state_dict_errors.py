@@ -29,11 +29,20 @@ REFUSED = {
     ),
     "Adam": (
         lambda: trained(torch.optim.Adam).state_dict(),
-        "lacks .*momentum.*it has .*betas.*cubegrad.interop.convert",
+        "lacks .*momentum.*it has .*betas.*of Adam or a relative, whose state cannot be converted.*"
+        r"load its weights and build a new optimizer over them: MADGRAD\(model.parameters\(\)",
+    ),
+    "SGD": (
+        lambda: trained(torch.optim.SGD).state_dict(),
+        "lacks .*eps.*it is of SGD or a relative, whose state cannot be converted",
     ),
     "RMSprop": (
         lambda: torch.optim.RMSprop([ones()]).state_dict(),
-        "lacks .*decoupled_weight_decay",
+        "lacks .*decoupled_weight_decay.*it is of RMSprop",
+    ),
+    "an unknown optimizer": (
+        lambda: broken(lambda d: d["param_groups"][0].pop("eps")),
+        "lacks .*eps.*another MADGRAD package through cubegrad.interop.convert",
     ),
     "the mirror form": (
         lambda: trained(MirrorMADGRAD).state_dict(),

@@ -51,30 +51,38 @@ def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | Non
     return held if held is not None and edit.is_concerned(held) else None
 
 
-@torch.no_grad()
 def _follow(
     optimizer: "BaseOptimizer", group: Group, old: dict[Tensor, Tensor], momentum: bool
 ) -> None:
     """Let the state of a group follow its weights."""
-    row = group["estimate"] if group["auto_lr"] else None
-    totals: dict[sharding.ShardedOver, Any] = {}
-    if row is not None:
-        kinds = [None, *map(sharding.sharded_over, group["params"])]
-        totals = {over: torch.zeros(2, dtype=torch.float64, device=row.device) for over in kinds}
+    totals: dict[sharding.ShardedOver, Tensor] = {}  # of ⟨s, x_0 - z⟩, before and after
     for param in group["params"]:
+        over = sharding.sharded_over(param)
+        if over not in totals:
+            device = sharding.local(param).device
+            totals[over] = torch.zeros(2, dtype=torch.float64, device=device)
         held = _concerned(optimizer, param)
-        if held is None or param not in old:
-            continue
-        entries, eps = optimizer.state[param], group["last_eps"]
-        own = edit.follow(param, old.pop(param), held, entries, eps, momentum)
-        if row is not None:
-            totals[sharding.sharded_over(param)] += own.to(row.device)
-    if row is None:
-        return
-    parts = [sharding.sum_over_shards(part, over) for over, part in totals.items()]
-    total = torch.stack(parts).sum(0)
-    before, after = total if optimizer._shared is None else optimizer._shared.sum(total)
-    # Else the quotient of the two, from which the distance is estimated, would grow with each edit.
+        if held is not None and param in old:
+            entries, eps = optimizer.state[param], group["last_eps"]
+            own = edit.follow(param, old.pop(param), held, entries, eps, momentum)
+            totals[over] += own.to(totals[over].device)
+    if group["auto_lr"]:
+        _shorten_agreement(optimizer, group["estimate"], totals)
+
+
+@torch.no_grad()
+def _shorten_agreement(
+    optimizer: "BaseOptimizer", row: Tensor, totals: dict[sharding.ShardedOver, Tensor]
+) -> None:
+    """lr="auto": what an edit takes from s, it takes from the agreement of the gradients too.
+
+    Their quotient would grow with every edit otherwise, and it is what the distance is found from.
+    """
+    parts = [sharding.sum_over_shards(part, over).to(row.device) for over, part in totals.items()]
+    total = torch.stack([row.new_zeros(2), *parts]).sum(0)
+    if optimizer._shared is not None:
+        total = optimizer._shared.sum(total.to(optimizer._shared.default_device())).to(row.device)
+    before, after = total
     row[FIELDS.index("agreement")] *= torch.where(before > 0, after / before, 1.0)
 
 
@@ -147,8 +155,9 @@ def _restart(optimizer: "BaseOptimizer", group: Group, param: Tensor) -> None:
     optimizer._starts.open.pop(param, None)
     if not isinstance(entries, dict):
         return
-    if group["capturable"] and held is not None and "step" in entries:
-        # In place: a captured graph writes to these tensors as long as it is replayed.
+    in_graph = group["capturable"] and not group["auto_lr"]  # which has to be captured again
+    if in_graph and held is not None and "step" in entries:
+        # In place: a captured graph reads and writes these tensors whenever it is replayed.
         on_device = layout.counts_on_device(group, fused=False)
         for name, value in held.fresh(param.detach(), on_device).items():
             if entries[name].dtype == value.dtype:

@@ -16,6 +16,14 @@ State = dict[Any, Any]
 # Options that a group of ours always has, and a group of no other optimizer has all of.
 OURS = ("lr", "momentum", "weight_decay", "eps", "decoupled_weight_decay")
 FOREIGN = "load a checkpoint of another MADGRAD package through cubegrad.interop.convert"
+# Options by which the groups of torch's optimizers are known.
+OTHER_METHODS = {
+    "betas": "Adam",
+    "dampening": "SGD",
+    "alpha": "RMSprop",
+    "lr_decay": "Adagrad",
+    "rho": "Adadelta",
+}
 
 
 class Loaded(NamedTuple):
@@ -53,7 +61,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     if missing:
         raise ValueError(
             f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
-            f"has {sorted(map(str, new))}: {FOREIGN}"
+            f"has {sorted(map(str, new))}: {other_method(new) or FOREIGN}"
         )
     group = defaults | {"auto_lr": False, "compact": False} | deepcopy(new)  # older ones lack them
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
@@ -62,6 +70,19 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     if group["auto_lr"]:
         group["estimate"] = _estimate(group.get("estimate"))
     return group
+
+
+def other_method(group: Group) -> str | None:
+    """What to do with a param group of another optimizer than MADGRAD."""
+    for option, name in OTHER_METHODS.items():
+        if option in group:
+            return (
+                f"it is of {name} or a relative, whose state cannot be converted: it has no sums "
+                "of gradients for MADGRAD to go on with. To go on from a trained model, load its "
+                "weights and build a new optimizer over them: MADGRAD(model.parameters(), "
+                "lr='auto'), or a lr from a sweep, since MADGRAD's is on another scale"
+            )
+    return None
 
 
 def _estimate(value: Any) -> Tensor:

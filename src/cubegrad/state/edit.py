@@ -86,12 +86,12 @@ def _follow_in_sums(edit: Edit, state: Mapping[str, Tensor], eps: float) -> Tens
     grad_sum, start = state["grad_sum"], state.get("initial_param")
     away = rule.displacement(TorchFunctions, eps, grad_sum, state["grad_sq_sum"])  # d
     back = edit.back(away)
-    before = TorchFunctions.total(grad_sum * away)
+    before = _finite_total(grad_sum * away)
     shorter = torch.where(back == away, 0.0, 1 - TorchFunctions.quotient(back, away))
     grad_sum.copy_(torch.where(back == 0, grad_sum, grad_sum * shorter))
     if start is not None:  # else it is found from x
         start.copy_(edit.start(start, back))
-    return torch.stack([before, TorchFunctions.total(grad_sum * (away - back))])
+    return torch.stack([before, _finite_total(grad_sum * (away - back))])
 
 
 def _follow_in_codes(
@@ -141,7 +141,11 @@ def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor, eps: float)
     stored.initial.copy_(compact.joined(code, stored.initial.shape))
     stored.initial_scale.copy_(scale.squeeze(-1))
     sizes = (((was.root + eps) * d * d) for d in (away, away - back))
-    return torch.stack([TorchFunctions.total(size) for size in sizes])
+    return torch.stack([_finite_total(size) for size in sizes])
+
+
+def _finite_total(terms: Tensor) -> Tensor:
+    return TorchFunctions.total(TorchFunctions.where_finite(terms, terms))
 
 
 def _scale(start: Tensor, old: Any, same: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cubegrad import options
 from cubegrad.state import state_dicts
-from cubegrad.state.checkpoint import OURS
+from cubegrad.state.checkpoint import OURS, other_method
 
 Group = dict[str, Any]
 
@@ -89,6 +89,9 @@ def _package(groups: list[Group], has_k: bool) -> str:
             found = ["madgrad"]  # which once saved no flag, and reads a missing one as False
         if len(found) != 1 or not set(OPTIONS) <= set(group):
             names = f"{sorted(map(str, group))} in param group {index}"
+            remedy = None if found else other_method(group)
+            if remedy:
+                raise ValueError(f"the state dict has {names}; {remedy}")
             raise _unknown(names, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
         keys = group["params"]
         if not (isinstance(keys, list) and all(isinstance(key, Hashable) for key in keys)):
