@@ -1,5 +1,7 @@
 """What convert refuses: state dicts that are damaged, mixed, or of another optimizer."""
 
+import re
+
 import pytest
 import torch
 from other_packages import LAYOUTS, LR, MIRROR, continued, saved, step, tensors
