@@ -84,28 +84,24 @@ def test_no_edit_makes_the_distance_from_the_start_longer():
     assert torch.equal(after[kind == 2], before[kind == 2])
 
 
-def test_clipped_weights_are_free_again_when_their_gradients_are():
-    """They moved x_0 along at every step; if it had gone far, it would now pull them across."""
+def test_the_start_of_clipped_weights_stays_within_the_limits():
+    """Their gradients push outwards all the time, and the edits push z back."""
     param = nn.Parameter(torch.zeros(100))
     optimizer = build("sums", [param])
-    for k in range(600):
-        outward = torch.full((100,), -1.0) if k < 300 else torch.zeros(100)
-        param.grad = outward + cases.randn((100,), torch.float32, k)
+    for k in range(300):
+        param.grad = cases.randn((100,), torch.float32, k) - 1
         optimizer.step()
         with optimizer.edit_weights():
-            param.clamp_(-1, 1)
-        if k == 299:
-            assert param.mean() > 0.9  # 0.99
-    # Noise alone moves them by 0.2; 0.6 to 0.7 with other seeds. With x_0 moved by every edit,
-    # they end at -0.9.
-    assert param.mean() > 0.3
+            param.clamp_(-0.1, 0.1)
+    assert optimizer.state[param]["initial_param"].abs().max() <= 0.1  # 1.9 if x_0 were moved
+    assert distance_from_start(optimizer, param).max() < 0.3  # 0.22 to 0.24; it would be 2.0
 
 
-# Of Adam, and of our forms at the same size of steps: from the smallest to the largest of them.
+# What Adam has, and ours at the same size of steps: all forms, three seeds.
 CLIPPED = 0.03  # Adam 0.021; 0.010 to 0.026; without the context up to 0.093
-HALVED = 0.03  # from 0.5; Adam 0.500; 0.500 to 0.504; without it up to 0.99
-RELOADED = 0.3  # Adam 0.22; 0 to 0.21; without it up to 1.16
-PRUNED = 0.09  # Adam 0.055; 0 to 0.064; without it up to 0.66
+HALVED = 0.03  # from 0.5; Adam 0.500 to 0.502; 0.500 to 0.506; without it up to 0.99
+RELOADED = 0.3  # Adam 0.22; 0 to 0.22; without it up to 1.16
+PRUNED = 0.09  # Adam 0.056; 0 to 0.066; without it up to 0.66
 
 
 @each_form
@@ -130,7 +126,7 @@ def test_ranks_that_average_their_weights_stay_together(backend, form):
     params = [problem.parameter() for _ in range(2)]
     spreads = edits.averaged([build(form, [p], backend) for p in params], problem, params)
     assert spreads[-1] < 0.11  # 0.067 to 0.081
-    assert spreads[-1] < 1.3 * spreads[3]  # 1.08 to 1.18; without it up to 2.1
+    assert spreads[-1] < 1.3 * spreads[3]  # 1.07 to 1.17; without it up to 2.1
 
 
 @each_form
@@ -192,7 +188,7 @@ def test_an_estimated_rate_does_not_grow_with_clipping(momentum, compact):
         else:
             problem.step(optimizer, param, 200)
         rates.append(optimizer.estimated_lr())
-    # Weights that stay within 0.01 of x_0 need a lower rate than those that go 1: 0.003 of it.
+    # Weights within 0.01 of x_0 need a lower rate than those that go 1: 0.001 of it.
     assert 0 < rates[1] < 0.1 * rates[0]
 
 
