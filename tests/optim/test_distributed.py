@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 MODULES = (
     *("sharded_steps", "sharded_training", "sharded_checkpoints", "sharded_auto"),
     *("sharded_compact", "sharded_codes_saved", "sharded_release", "sharded_rounding"),
-    "sharded_shared",
+    *("sharded_shared", "sharded_edits"),
 )
 CASES = [(world, name) for world in (2, 3, 4) for name in ranks.scenarios(MODULES, world)]
 

@@ -1,6 +1,10 @@
-"""Weights edited between steps: forms of the state, and where z is in each of them."""
+"""Weights edited between steps: forms of the state, where z is in each, and what becomes of edits.
+
+`python tests/support/edits.py` prints the table of docs/editing_weights.md.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import cases
@@ -151,3 +155,24 @@ def averaged(optimizers: Any, problem: Noisy, params: list[Tensor], **how: Any) 
             with torch.no_grad(), editing(optimizer, **how):
                 param.copy_(mean)
     return spreads
+
+
+def table() -> None:
+    def one(scenario: Any, make: Any, how: dict[str, Any]) -> float:
+        problem = Noisy()
+        param = problem.parameter()
+        return scenario(make([param]), problem, param, **how)
+
+    rows = {"Adam": (adam, {}), "no context": (partial(build, "sums"), {"edits": False})}
+    rows |= {form: (partial(build, form), {}) for form in FORMS}
+    rows["keep_momentum=False"] = partial(build, "sums"), {"keep_momentum": False}
+    for name, (make, how) in rows.items():
+        numbers = [one(scenario, make, how) for scenario in (clipped, pruned, reloaded, halved)]
+        problem = Noisy()
+        params = [problem.parameter() for _ in range(2)]
+        spreads = averaged([make([param]) for param in params], problem, params, **how)
+        print(f"{name:22}", *(f"{n:9.3f}" for n in (*numbers, spreads[3], spreads[7])))  # noqa: T201
+
+
+if __name__ == "__main__":
+    table()
