@@ -1,0 +1,87 @@
+"""Which learning rate? The best of MADGRAD's and Adam's on each problem, from the records of docs/results.
+
+    PYTHONPATH=src python3 benchmarks/which_lr.py
+
+docs/learning_rate.md has the table. A row has the best of the search at its best decay, the ratio to the
+best of Adam (or AdamW), the same ratio in the paper's tables, and how flat the optimum is: by how much
+the result is worse at the next values of the grid.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cubegrad.study import report
+from cubegrad.study.records import Runs
+from cubegrad.study.statistics import Summary
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+class Kind(NamedTuple):
+    folder: str
+    model: str
+    preset: str
+
+
+KINDS = (
+    Kind("cifar10", "convolutional: PreAct ResNet-18 on CIFAR-10", "gpu"),
+    Kind("imagenet", "convolutional: ResNet-50 on CIFAR-10 as folders, 9 epochs", "gpu"),
+    Kind("bookwiki", "transformer from scratch: RoBERTa of 5.4M on novels", "gpu"),
+    Kind("finetune", "transformer, fine-tuned: RoBERTa of 0.2M on WikiText-2", "cpu"),
+    Kind("finetune", "the same by LoRA, rank 8", "cpu-lora"),
+    Kind("iwslt14", "recurrent: LSTMs with attention, German to English", "gpu"),
+    Kind("fastmri", "MR images: VarNet of 5.1M", "gpu"),
+)
+
+
+def neighbours(summary: Summary, higher_is_better: bool) -> Iterator[str]:
+    """What is lost one value of the grid below the best lr, and one above."""
+    assert summary.best is not None
+    curve = sorted(summary.lr_curve)
+    place = [lr for lr, _ in curve].index(summary.best[0])
+    best = curve[place][1]
+    sign = 1 if higher_is_better else -1
+    for other in (place - 1, place + 1):
+        if not 0 <= other < len(curve):
+            yield "not run"
+            continue
+        lr, value = curve[other]
+        factor = lr / summary.best[0]
+        change = "diverged" if value is None else f"{sign * (value - best):+.3g}".replace("-", "−")
+        yield f"×{factor:.2g}: {change}"
+
+
+def row(kind: Kind) -> list[str]:
+    records = Runs(RESULTS / kind.folder).load()[0].values()
+    own = [record for record in records if record.settings.preset == kind.preset]
+    (experiment,) = report.experiments(own)
+    found = {summary.entry.partition("@")[0]: summary for summary in experiment.summaries}
+    madgrad, adam = found["madgrad"], found.get("adamw") or found["adam"]
+    assert madgrad.best is not None and adam.best is not None
+    published = experiment.paper.best if experiment.paper else {}
+    papers = published["madgrad"].lr / published["adam"].lr if "adam" in published else None
+    better = experiment.judge.higher_is_better
+    metric = experiment.judge.metric
+    return [
+        kind.model,
+        f"**{madgrad.best[0]:g}**",
+        f"{adam.best[0]:g}",
+        f"{madgrad.best[0] / adam.best[0]:.2g}×",
+        "–" if papers is None else f"{papers:.2g}×",
+        f"{madgrad.best[1]:g}, {adam.best[1]:g}",
+        f"{metric}; {', '.join(neighbours(madgrad, better))}",
+        ", ".join(neighbours(adam, better)),
+    ]
+
+
+def table() -> str:
+    heads = ["model", "MADGRAD's best lr", "Adam's", "ratio", "the paper's ratio"]
+    heads += ["decay: MADGRAD, Adam", "MADGRAD at the next lr", "Adam at the next lr"]
+    lines = [heads, ["---"] * len(heads), *map(row, KINDS)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")
