@@ -1,10 +1,10 @@
-"""Which learning rate? The best of MADGRAD's and Adam's on each problem, from the records of docs/results.
+"""Which learning rate? The best one of MADGRAD and of Adam on each problem of docs/results.
 
     PYTHONPATH=src python3 benchmarks/which_lr.py
 
-docs/learning_rate.md has the table. A row has the best of the search at its best decay, the ratio to the
-best of Adam (or AdamW), the same ratio in the paper's tables, and how flat the optimum is: by how much
-the result is worse at the next values of the grid.
+docs/learning_rate.md has the table. A row has the best lr of the search at its best decay, its
+ratio to the best of Adam (or AdamW), the same ratio in the paper's tables, and how flat the optimum
+is: what the result changes at the next values of the grid.
 """
 
 import sys
@@ -59,7 +59,8 @@ def row(kind: Kind) -> list[str]:
     (experiment,) = report.experiments(own)
     found = {summary.entry.partition("@")[0]: summary for summary in experiment.summaries}
     madgrad, adam = found["madgrad"], found.get("adamw") or found["adam"]
-    assert madgrad.best is not None and adam.best is not None
+    assert madgrad.best is not None
+    assert adam.best is not None
     published = experiment.paper.best if experiment.paper else {}
     papers = published["madgrad"].lr / published["adam"].lr if "adam" in published else None
     better = experiment.judge.higher_is_better
