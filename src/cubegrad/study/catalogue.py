@@ -7,7 +7,17 @@ from types import ModuleType
 
 from cubegrad.study.problem import Problem, StudyError
 
-NAMES = ("digits", "cifar10", "imagenet", "fastmri", "iwslt14", "bookwiki", "finetune")
+# What a report's title calls them. The data of `imagenet` may be anyone's, for example.
+TITLES = {
+    "digits": "handwritten digits",
+    "cifar10": "CIFAR-10",
+    "imagenet": "image classification",
+    "fastmri": "MR image reconstruction",
+    "iwslt14": "German to English translation",
+    "bookwiki": "masked language modelling",
+    "finetune": "fine-tuning a language model",
+}
+NAMES = tuple(TITLES)
 
 
 def find(name: str) -> Problem:

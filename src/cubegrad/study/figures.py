@@ -1,6 +1,5 @@
 """Statistics -> plots, in the paper's layout: test left, training right, ± two standard errors."""
 
-import io
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -252,40 +251,9 @@ def estimate_figure(summaries: Sequence[Summary], title: str) -> Figure:
     return _stacked(estimated(summaries), draw, len(rows(summaries)) > 1, title)
 
 
-def panels(summaries: Sequence[Summary], judge: Judge, unit: str) -> list[list[Figure]]:
-    """By row: test, training, learning rates and, if any, estimated learning rates.
-
-    Each is its own figure, so that a page can wrap them.
-    """
-    lines, styles, result = rows(summaries), style(summaries), []
-    draws: list[Draw] = [
-        partial(draw_test, judge=judge, unit=unit, styles=styles),
-        partial(draw_train, styles=styles),
-        partial(draw_lrs, judge=judge, unit=unit, styles=styles),
-        partial(draw_estimates, styles=styles),
-    ]
-    for line in lines:
-        wanted = draws if estimated(line) else draws[:3]
-        figures = [Figure(figsize=(5, 4), layout="constrained") for _ in wanted]
-        for draw, figure in zip(wanted, figures, strict=True):
-            axes = figure.subplots()
-            draw(axes, line)
-            _name_row(axes, line, len(lines) > 1)
-        result.append(figures)
-    return result
-
-
 def save(figure: Figure, path: Path) -> None:
     """Save as PNG and as SVG."""
     with mpl.rc_context(STYLE):
         # Not with_suffix, which would cut "net1.5-curves" at the dot.
         figure.savefig(path.with_name(f"{path.name}.png"), dpi=150)
         figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
-
-
-def inline(figure: Figure) -> str:
-    """The <svg> element alone, for embedding in a page."""
-    text = io.StringIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -1,68 +1,133 @@
 """The report as one self-contained page. All text from records is escaped here."""
 
 import html
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
 
-from matplotlib.figure import Figure
+import cubegrad
+from cubegrad.study import charts, styles, wording
+from cubegrad.study.experiments import Experiment
 
-from cubegrad.study import figures
+# Nothing is loaded, whatever a record holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def section(
-    name: str, rows: Sequence[Sequence[str]], notes: Sequence[str], panels: list[list[Figure]]
-) -> str:
-    """One experiment: its table, its notes, and the `figures.panels`."""
-    curves = "".join(_pair(row[:2]) for row in panels)
-    rates = _pair(row[2] for row in panels)
-    estimates = [figure for row in panels for figure in row[3:]]
-    if estimates:
-        rates += (
-            "<p>A horizontal line is a method that estimates its learning rate.</p>"
-            "<h2>The estimated learning rate</h2>"
-            "<p>After each epoch, before the schedule. A dashed line is the best rate of MADGRAD's "
-            f"search.</p>{_pair(estimates)}"
-        )
-    cells = [[html.escape(cell) for cell in row] for row in rows]
-    head = "".join(f"<th>{cell}</th>" for cell in cells[0])
-    body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in cells[1:])
-    texts = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+def section(experiment: Experiment, rows: Sequence[Sequence[str]], name: str) -> str:
+    """One experiment: result, table, charts, and how it was made. `rows` is sorted by result."""
+    lines = wording.notes(experiment)
+    facts = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    given = html.escape(experiment.settings.options)
+    options = f"<p>Options of the preset: <code>{given}</code></p>" if given != "{}" else ""
     return (
-        f"<h1>{html.escape(name)}</h1>"
-        f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-        f"<h2>Test, and training loss</h2><p>Bands are ± 2 standard errors.</p>"
-        f"{curves}"
-        f"<h2>How much the learning rate matters</h2>"
-        f"<p>The runs of the search at each method's best decay; a cross is a diverged run. A line "
-        f"that leaves the plot goes on to worse values.</p>"
-        f"{rates}{texts}"
+        f'<section id="{html.escape(name)}"><h1>{html.escape(wording.title(experiment))}</h1>'
+        f'<p class="verdict">{html.escape(wording.verdict(experiment))}</p>'
+        f"<p>{html.escape(wording.compared(experiment))}</p>"
+        f"{_table(experiment, rows)}{_charts(experiment)}"
+        f"<details><summary>How it was made: choices, settings, versions</summary>{facts}"
+        f"{options}</details></section>"
     )
 
 
-def _pair(panels: Iterable[Figure]) -> str:
-    """Side by side if there is room, else stacked."""
-    cells = "".join(f"<figure>{figures.inline(figure)}</figure>" for figure in panels)
-    return f'<div class="pair">{cells}</div>'
+def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    own = next((i for i, cell in enumerate(head) if cell.startswith("paper: ")), len(head))
+    labels = [cell.removeprefix("paper: ") for cell in head]
+    result = f"test {experiment.judge.metric}"
+    lines = []
+    for row, summary in zip(body, experiment.ranked, strict=True):
+        cells = []
+        for i, (label, cell) in enumerate(zip(labels, row, strict=True)):
+            kind = "method" if i == 0 else "result" if label.startswith(result) else ""
+            tags = wording.caveats(summary) if kind == "result" else []
+            cells.append(_cell(label if i < own else f"paper’s {label}", kind, cell, tags))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    heads = "".join(f'<th scope="col">{html.escape(label)}</th>' for label in labels)
+    paper = len(head) - own
+    above = f'<tr><td colspan="{own}"></td><th colspan="{paper}">in the MADGRAD paper</th></tr>'
+    return (
+        f"<table><thead>{above if paper else ''}<tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
 
 
-def page(sections: Sequence[str], commands: Sequence[str]) -> str:
-    ran = "".join(f"{html.escape(command)}\n" for command in commands)
-    foot = f'<h2>Commands</h2><div class="scroll"><pre>{ran}</pre></div>' if ran else ""
+def _cell(label: str, kind: str, text: str, tags: Sequence[str]) -> str:
+    notes = "".join(f"<small>{html.escape(tag)}</small>" for tag in tags)
+    tag, scope = ("th", ' scope="row"') if kind == "method" else ("td", "")
+    return (
+        f'<{tag}{scope} class="{kind}" data-label="{html.escape(label)}">'
+        f"<span>{html.escape(text)}</span>{notes}</{tag}>"
+    )
+
+
+def _charts(experiment: Experiment) -> str:
+    groups = charts.groups(experiment)
+    blocks = []
+    for group in groups:
+        name = ", ".join(filter(None, ["Curves", group["name"]]))
+        last = _help(groups) if group is groups[-1] else ""
+        blocks.append(
+            f'<h2>{html.escape(name)}</h2><div class="charts">'
+            f'<script type="application/json">{_json(group)}</script>'
+            "<noscript><p>The curves need JavaScript. The plots beside this page show them too."
+            f"</p></noscript>{last}</div>"
+        )
+    return "".join(blocks)
+
+
+def _help(groups: Sequence[dict[str, Any]]) -> str:
+    series = [one for group in groups for chart in group["charts"] for one in chart["series"]]
+    lines = [
+        "Point at a chart, or use the arrow keys, to read its values. Switch methods off and on "
+        "above the charts; the axes follow. Bands are ± 2 standard errors.",
+        "The chart of the search has its runs at each method’s best decay; a line that leaves it "
+        "goes on to worse values.",
+    ]
+    if any(one.get("lost") for one in series):
+        lines.append("A cross is a run that diverged.")
+    if any("level" in one for one in series):
+        lines.append(
+            "A horizontal line there is a method that estimates its learning rate; among the "
+            "estimates, the best rate of MADGRAD’s search."
+        )
+    return f'<p class="help">{" ".join(lines)}</p>'
+
+
+def _json(data: Any) -> str:
+    """Without a "<", which could end the script element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _colours() -> str:
+    light = "".join(f"--c{i}:{colour};" for i, colour in enumerate(styles.COLOURS))
+    dark = "".join(f"--c{i}:{colour};" for i, colour in enumerate(styles.DARK))
+    dashes = "".join(f".d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(styles.DASHES))
+    both = f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    strokes = "".join(f".s{i}{{--c:var(--c{i})}}" for i in range(len(styles.COLOURS)))
+    return f"{both}{strokes}{dashes}"
+
+
+def _asset(name: str) -> str:
+    return (resources.files("cubegrad.study") / name).read_text(encoding="utf-8")
+
+
+def page(titles: Sequence[str], sections: Sequence[str], commands: Sequence[str]) -> str:
+    title = titles[0] if len(titles) == 1 else f"{len(titles)} comparisons of optimizers"
+    ran = "".join(f"<pre>{html.escape(command)}</pre>" for command in commands)
+    fold = f"<details><summary>The commands that ran it</summary>{ran}</details>" if ran else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>cubegrad: comparison</title>
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)}</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem;
-  color: #222; background: #fff }}
-h1, h2 {{ line-height: 1.2 }}
-.scroll {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .35rem .7rem; border-bottom: 1px solid #ddd; text-align: left;
-  white-space: nowrap }}
-.pair {{ display: flex; flex-wrap: wrap; gap: 1rem }}
-figure {{ flex: 1 1 20rem; margin: 0; min-width: 0; max-width: 34rem }}
-svg {{ width: 100%; height: auto }}
+{_asset("page.css")}{_colours()}
 </style></head><body>
-{"".join(sections)}{foot}
+{"".join(sections)}{fold}
+<footer>Made with cubegrad {cubegrad.__version__}.</footer>
+<script>
+{_asset("page.js")}</script>
 </body></html>
 """

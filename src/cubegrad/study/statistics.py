@@ -175,6 +175,17 @@ def _only_setting(groups: dict[Setting, list[Record]]) -> Setting | None:
     return next(iter(groups)) if len(groups) == 1 and finished else None
 
 
+def ranked(summaries: Iterable[Summary], judge: Judge) -> list[Summary]:
+    """The best result first; those without one last. Equal ones keep their order."""
+    sign = -1 if judge.higher_is_better else 1
+
+    def key(summary: Summary) -> float:
+        point = summary.final.get(judge.metric)
+        return math.inf if point is None else sign * point.mean
+
+    return sorted(summaries, key=key)
+
+
 def lr_curve(
     groups: dict[Setting, list[Record]], decay: float, judge: Judge
 ) -> list[tuple[float, float | None]]:

@@ -1,0 +1,218 @@
+"""The report's numbers and sentences: what was compared, the result, the caveats."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from cubegrad.study import catalogue, styles
+from cubegrad.study.experiments import Experiment
+from cubegrad.study.records import Record
+from cubegrad.study.statistics import Estimate, Summary
+
+
+def value(number: float, unit: str = "") -> str:
+    """Four significant digits; a percentage has two decimals if they show it."""
+    if unit == "%" and 0.01 <= abs(number) < 1e7:
+        return f"{number:.2f}"
+    return f"{number:.4g}"
+
+
+def number(point: Estimate | None, unit: str) -> str:
+    """`98.70 ± 0.31`, with two digits of the error; never 0.0000 for a mean that is not 0."""
+    if point is None:
+        return "–"
+    mean, error = point.mean, point.error
+    if not error:
+        return value(mean, unit)
+    if math.isinf(error):
+        return f"{mean:.4g} ± inf"
+    place = math.floor(math.log10(error))
+    decimals = max(1 - place, 0)
+    text = f"{mean:.{decimals}f}"
+    if 1e-4 <= max(abs(mean), error) < 1e7 and (mean == 0 or float(text) != 0):
+        return f"{text} ± {error:.{decimals}f}"
+    size = math.floor(math.log10(abs(mean))) if mean else place
+    digits = min(max(size - place + 2, 1), 17)
+    return f"{mean:.{digits}g} ± {error:.2g}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`"""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def title(experiment: Experiment) -> str:
+    """`MADGRAD and 4 others on handwritten digits`"""
+    names = [_inline(name) for name in styles.names(experiment.summaries).values()]
+    lead = next((name for name in names if name.startswith("MADGRAD")), names[0])
+    others = len(names) - 1
+    who = lead if not others else f"{lead} and {others} other{'s' if others > 1 else ''}"
+    if experiment.settings.problem in catalogue.TITLES:
+        return f"{who} on {catalogue.TITLES[experiment.settings.problem]}"
+    description = experiment.about["description"]
+    if 0 < len(description) <= 80:
+        return f"{who}: {description}"
+    return f"{who} on {experiment.settings.problem}"
+
+
+def verdict(experiment: Experiment) -> str:
+    """The result in one sentence.
+
+    Two methods are equal within the errors if their means differ by at most two standard errors of
+    the difference.
+    """
+    metric, unit = experiment.judge.metric, experiment.unit
+    results = [s for s in experiment.ranked if metric in s.final]
+    if not results:
+        return "There is no result: every run diverged."
+    labels = {entry: _inline(name) for entry, name in styles.names(experiment.summaries).items()}
+    first, *others = results
+    top = first.final[metric]
+    shown = f"{number(top, unit)}{f' {unit}' if unit else ''}"
+    if len(experiment.summaries) == 1:
+        return f"{labels[first.entry]} reaches a test {metric} of {shown}."
+    way = "highest" if experiment.judge.higher_is_better else "lowest"
+    parts = [f"{labels[first.entry]} has the {way} test {metric}, {shown}"]
+    points = {labels[s.entry]: s.final[metric] for s in others}
+    equal = [name for name, point in points.items() if _equal(top, point) is True]
+    behind = [name for name, point in points.items() if _equal(top, point) is False]
+    if equal:
+        parts.append(f"{_counted(equal)} {_is(equal)} equal within the errors")
+    if behind:
+        parts.append(f"{_counted(behind)} {_is(behind)} behind")
+    if len(equal) + len(behind) < len(others):
+        parts.append("where there is only one seed, small differences mean little")
+    lost = [labels[s.entry] for s in experiment.summaries if metric not in s.final]
+    if lost:
+        parts.append(f"{_counted(lost)} diverged")
+    return f"{'; '.join(parts)}."
+
+
+def _inline(label: str) -> str:
+    """`MADGRAD (lr auto)`: a list of names has commas of its own."""
+    name, comma, rest = label.partition(", ")
+    return f"{name} ({rest})" if comma else name
+
+
+def _equal(first: Estimate, second: Estimate) -> bool | None:
+    """None: unknown, as one of the two has no error."""
+    if first.error is None or second.error is None:
+        return None
+    return abs(first.mean - second.mean) <= math.hypot(first.error, second.error)
+
+
+def _counted(names: Sequence[str]) -> str:
+    return listed(names) if len(names) <= 5 else f"{len(names)} others"
+
+
+def _is(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def caveats(summary: Summary) -> list[str]:
+    """What a reader must know about one method's result."""
+    lines = [f"best {name} at the edge of its grid" for name in summary.at_edge]
+    n = len(summary.seeds)
+    if summary.diverged:
+        verb = "is" if summary.diverged == 1 else "are"
+        lines.append(f"{summary.diverged} of {n} seeds diverged and {verb} left out")
+    if n == 1:
+        lines.append("one seed, so no error is known")
+    if summary.best is None:
+        lines.append("every run diverged")
+    return lines
+
+
+def compared(experiment: Experiment) -> str:
+    """What was run, for how long, and how often."""
+    s = experiment.settings
+    about = experiment.about["description"] or s.problem
+    schedules = {record.settings.schedule for record in experiment.records}
+    rate = schedule_words(s.schedule) if len(schedules) == 1 else "each under the schedule named"
+    counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
+    seeds = " or ".join(map(str, counts))
+    device = {"cpu": "the CPU", "cuda": "a GPU"}.get(s.device, s.device)
+    epochs = f"{s.epochs} epoch{'s' if s.epochs > 1 else ''}"
+    return (
+        f"{about[:1].upper()}{about[1:]}: {epochs} at batch size {s.batch}, {rate}, on {device}. "
+        f"Results are means over {seeds} seed{'s' if seeds != '1' else ''} ± 2 standard errors."
+    )
+
+
+def schedule_words(schedule: str) -> str:
+    """The schedule as a person would say it; an unknown one as it is."""
+    name, _, argument = schedule.partition(":")
+    stops = [stop.replace("%", " %") for stop in argument.split("-")]
+    if name == "tenthing" and argument:
+        where = f"{listed(stops)} of the run" if "%" in argument else f"epoch {listed(stops)}"
+        return f"learning rate divided by 10 at {where}"
+    warm_up = f"{stops[0]}{' of the run' if '%' in argument else ' steps'} of warm-up"
+    words = {
+        "flat": "constant learning rate",
+        "sqrt": f"learning rate falling as 1/√(i + {argument})",
+        "inverse-sqrt": f"{warm_up}, then learning rate falling as 1/√i",
+        "polynomial": f"{warm_up}, then learning rate falling linearly to 0",
+        "cosine": "learning rate falling to 0 along a cosine",
+        "warmup": f"{warm_up}, then constant learning rate",
+    }
+    return words.get(name, schedule)
+
+
+def notes(experiment: Experiment) -> list[str]:
+    """How the numbers were made, and what they mean."""
+    judge, s = experiment.judge, experiment.settings
+    held = any(record.settings.hold_out for record in experiment.records)
+    split = "a held-out part of the training set" if held else "the test set, as in the paper"
+    way = "highest" if judge.higher_is_better else "lowest"
+    schedules = {record.settings.schedule for record in experiment.records}
+    schedule = f", {s.schedule}" if len(schedules) == 1 else ""  # else the table names them
+    lines = [
+        f"{experiment.about['description']}; "
+        f"preset {s.preset}: {s.epochs} epochs, batch {s.batch}{schedule}, on {s.device}.",
+        f"Each method's learning rate and decay are those of the {way} {judge.metric} after the "
+        f"last epoch on {split}. Results are means over seeds that the search did not use, if "
+        "there are any; ± is 2 standard errors. Train loss is the mean over the last epoch.",
+    ]
+    if any(summary.estimated_lr() for summary in experiment.summaries):
+        lines.append(
+            "An lr of auto is estimated while training instead of searched; the value beside it "
+            "is the mean estimate after the last epoch, before the schedule."
+        )
+    if any(summary.at_edge for summary in experiment.summaries):
+        lines.append(
+            "A best value at the edge means that the search reached its limit (--widen): the "
+            "method may do better beyond it."
+        )
+    if experiment.paper:
+        p = experiment.paper
+        lines.append(
+            f"The paper: {p.architecture}, {p.length}, batch {p.batch}, {p.schedule}, "
+            f"{p.seeds} seeds; {p.result}."
+        )
+    return [*lines, origin(experiment.records)]
+
+
+def origin(records: Sequence[Record]) -> str:
+    """Machine, versions, dates and training time."""
+    kinds, dates = _all(records, "kind"), sorted(_all(records, "date"))
+    versions = ", ".join(
+        f"{name} {'/'.join(_all(records, name))}" for name in ("cubegrad", "torch", "python")
+    )
+    minutes = sum(record.seconds for record in records) / 60
+    commits = listed([*map(_commit, _all(records, "commit"))]) or "none"
+    days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])) or "no date"
+    return (
+        f"{len(records)} runs, {minutes:.1f} minutes of training on {' / '.join(kinds)}; "
+        f"{versions}; commit {commits}; {days}."
+    )
+
+
+def _commit(text: str) -> str:
+    """`git describe` marks a working copy that differs from its commit."""
+    clean = text.removesuffix("-dirty")
+    return text if clean == text else f"{clean} with uncommitted changes"
+
+
+def _all(records: Iterable[Record], name: str) -> list[str]:
+    """The distinct values of a field of `Record.machine`."""
+    values = (record.machine.get(name) for record in records)
+    return list(dict.fromkeys(str(value) for value in values if value is not None))
