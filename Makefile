@@ -10,7 +10,7 @@ READY := $(VENV)/ready
 demo: $(READY)
 	$(BIN)/cubegrad compare digits
 
-SLOW := compilation or exhaustive or plots or processes or ray or training
+SLOW := browser or compilation or exhaustive or plots or processes or ray or training
 
 # At most 8 cases of each test that has none of the markers of slow tests.
 check: lint

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import Page
 from made_up_records import cifar10_record
 
-from cubegrad.study import figures, report
+from cubegrad.study import figures, report, wording
 from cubegrad.study.methods import lr_text
 from cubegrad.study.records import Record
 
@@ -25,15 +26,15 @@ FOUND = [estimating(1.0, seed, 90.0 + seed) for seed in (0, 1, 2)]
 
 def test_the_table_has_the_estimate_for_a_learning_rate() -> None:
     (experiment,) = report.experiments([*SWEPT, *FOUND])
-    _, madgrad, auto = report.table(experiment)
+    _, auto, madgrad = report.table(experiment)
     assert madgrad[:3] == ["MADGRAD", "0.025", "0.0001"]
     # Estimates 0.01, 0.012 and 0.014; nothing was chosen, so every seed counts.
     assert auto[:4] == ["MADGRAD, lr auto", "auto (→ 0.012)", "0.0001", "91.0 ± 1.2"]
     assert auto[6:8] == ["3", "none"]
     assert auto[8:] == ["–", "–", "–"]  # the paper has no such method
-    assert "is estimated while training" in "\n".join(report.notes(experiment))
+    assert "is estimated while training" in "\n".join(wording.notes(experiment))
     (experiment,) = report.experiments(SWEPT)
-    assert "estimated" not in "\n".join(report.notes(experiment))
+    assert "estimated" not in "\n".join(wording.notes(experiment))
 
 
 def test_a_factor_is_in_the_learning_rate_that_is_shown() -> None:
@@ -67,9 +68,13 @@ def test_the_plots_of_estimates(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "cifar10-gpu-estimated-lr.png").stat().st_size > 10_000
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
     assert "![estimated learning rates](cifar10-gpu-estimated-lr.png)" in text
-    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 4
-    assert "<h2>The estimated learning rate</h2>" in page
+    page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
+    *_, search, found = page.charts[0]["charts"]
+    auto, madgrad = "madgrad-auto@flat", "madgrad@flat"
+    assert search["series"][0] == {"id": auto, "level": 91.0, "text": "91.00"}
+    assert found["title"].startswith("estimated learning rate")
+    assert found["series"][0]["points"][2][0::3] == [3, "0.0120 ± 0.0023"]
+    assert found["series"][1] == {"id": madgrad, "level": 0.025, "text": "0.025, searched"}
 
 
 def axes_of(records: list[Record]) -> tuple[Any, Any]:

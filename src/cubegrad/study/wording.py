@@ -145,7 +145,7 @@ def schedule_words(schedule: str) -> str:
     if name == "tenthing" and argument:
         where = f"{listed(stops)} of the run" if "%" in argument else f"epoch {listed(stops)}"
         return f"learning rate divided by 10 at {where}"
-    warm_up = f"{stops[0]}{' of the run' if '%' in argument else ' steps'} of warm-up"
+    warm_up = f"warm-up over {stops[0]} {'of the run' if '%' in argument else 'steps'}"
     words = {
         "flat": "constant learning rate",
         "sqrt": f"learning rate falling as 1/√(i + {argument})",
