@@ -1,4 +1,4 @@
-"""The command `cubegrad`: problems, train, sweep, report, compare, memory."""
+"""The command `cubegrad`: problems, train, sweep, compare, report, export, memory."""
 
 import argparse
 import contextlib
@@ -42,8 +42,17 @@ def parser() -> argparse.ArgumentParser:
     )
     report = commands.add_parser("report", help="tables, plots, one page")
     report.add_argument("runs", type=Path, metavar="RUNS_DIR", help="the --out of a sweep")
+    report.add_argument("--out", type=Path, metavar="DIR", help="where to write (RUNS_DIR/report)")
+    _export(commands.add_parser("export", help="the runs as CSV, or for TensorBoard"))
     _memory(commands.add_parser("memory", help="what a training run keeps, by optimizer"))
     return main
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("runs", type=Path, metavar="RUNS_DIR", help="the --out of a sweep")
+    add("--csv", type=Path, metavar="FILE", help="a row for each epoch of each run")
+    add("--tensorboard", type=Path, metavar="DIR", help="then: tensorboard --logdir DIR")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cubegrad.study import catalogue, methods, report, schedules, workers
+from cubegrad.study import catalogue, export, methods, report, schedules, workers
 from cubegrad.study.cluster import Cluster
 from cubegrad.study.grid import parse_grid, parse_values
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
@@ -69,7 +69,19 @@ def compare(options: Namespace) -> None:
 
 
 def make_report(options: Namespace) -> None:
-    _report(existing(options.runs))
+    _report(existing(options.runs), options.out)
+
+
+def export_records(options: Namespace) -> None:
+    if options.csv is None and options.tensorboard is None:
+        raise StudyError("nothing to export; give --csv FILE or --tensorboard DIR")
+    records = _readable(existing(options.runs))
+    if options.csv is not None:
+        export.write_csv(records, options.csv)
+        say(f"{len(records)} runs: {options.csv}")
+    if options.tensorboard is not None:
+        new = export.write_tensorboard(records, options.tensorboard)
+        say(f"{new} new runs: tensorboard --logdir {shlex.quote(str(options.tensorboard))}")
 
 
 COMMANDS: dict[str, Callable[[Namespace], None]] = {
@@ -78,6 +90,7 @@ COMMANDS: dict[str, Callable[[Namespace], None]] = {
     "sweep": sweep,
     "compare": compare,
     "report": make_report,
+    "export": export_records,
 }
 
 
@@ -230,12 +243,18 @@ def _result(record: Record) -> str:
     )
 
 
-def _report(runs: Runs) -> None:
+def _readable(runs: Runs) -> list[Record]:
     records, broken = runs.load()
     for line in broken:
         sys.stderr.write(f"{line}: left out; rerun the command that wrote it\n")
-    folder = runs.folder / "report"
-    say(report.write(records.values(), folder, runs.commands()))
+    if not records:
+        raise StudyError(f"{runs.folder} has no finished run yet; run the sweep again first")
+    return list(records.values())
+
+
+def _report(runs: Runs, out: Path | None = None) -> None:
+    folder = out or runs.folder / "report"
+    say(report.write(_readable(runs), folder, runs.commands()))
     say(
         f"\nPage: {folder / 'index.html'}\nReport: {folder / 'report.md'}, with its plots beside it"
     )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import cubegrad
-from cubegrad.study import checkpoints, record_checks
+from cubegrad.study import checkpoints, logs, record_checks
 from cubegrad.study.files import append, replacing, writing
 from cubegrad.study.problem import StudyError
 
@@ -161,6 +161,9 @@ class Runs:
                     path.unlink()
                 elif damage := checkpoints.damage(path):
                     messages.append(f"{path} is damaged ({damage}): its run starts again")
+        for path in folder.glob("*.log"):
+            if path.stem in records:
+                logs.keep(path, records[path.stem].settings)
         return messages
 
     def append(self, record: Record) -> None:
@@ -168,6 +171,7 @@ class Runs:
         append(self.path, to_line(record).encode())
         with writing(self.folder):
             self.checkpoint(record.settings).unlink(missing_ok=True)
+        logs.keep(self.checkpoint(record.settings), record.settings)
 
     def log(self, command: str) -> None:
         """Add the command to the list in the report, unless it is there."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import checkpoints, methods, peers, schedules
+from cubegrad.study import checkpoints, logs, methods, peers, schedules
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
@@ -97,6 +97,7 @@ def run(
     state = _Run(task, optimizer, {"train_loss": []})
     if checkpoint is not None:
         state.load(checkpoint, settings)
+        logs.add(checkpoint, f"resumed after epoch {state.epoch}" if state.epoch else "started")
     for _ in range(state.epoch):
         tick()
     start = saved = time.monotonic()
@@ -105,6 +106,7 @@ def run(
         _epoch(problem, settings, state, schedule)
         now = time.monotonic()
         state.seconds = begun + now - start
+        logs.add(checkpoint, logs.epoch_line(state.curve, settings.epochs, state.seconds))
         if checkpoint is not None and now - saved >= pause:
             state.save(checkpoint, settings)
             saved = time.monotonic()
@@ -114,6 +116,7 @@ def run(
     for _ in range(state.epoch, settings.epochs):
         tick()
     status = "diverged" if diverged(state.curve) else "finished"
+    logs.add(checkpoint, status)
     seconds = round(state.seconds, 3)
     return Record(settings, status, state.curve, seconds, about(problem), machine(device))
 

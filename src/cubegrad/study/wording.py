@@ -115,7 +115,7 @@ def caveats(summary: Summary) -> list[str]:
     if summary.diverged:
         verb = "is" if summary.diverged == 1 else "are"
         lines.append(f"{summary.diverged} of {n} seeds diverged and {verb} left out")
-    if n == 1:
+    if n - summary.diverged == 1:
         lines.append("one seed, so no error is known")
     if summary.best is None:
         lines.append("every run diverged")
