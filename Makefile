@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo check test test-all lint clean
+.PHONY: demo check test test-all reports lint clean
 
 demo: $(READY)
 	$(BIN)/cubegrad compare digits
@@ -21,6 +21,11 @@ test: lint
 
 test-all: lint
 	CUBEGRAD_EXAMPLES=10 $(BIN)/pytest -n 2
+
+# The committed reports again, from their records.
+reports: $(READY)
+	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
+	rm -f docs/results/*/report/*.svg
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -192,8 +192,9 @@ def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\w+) +[\d.e-]+ +0 +([\d.]+) ± [\d.]+ ", done.stdout, re.MULTILINE)
-    assert [name for name, _ in rows] == ["MADGRAD", "SGD", "Adam", "AdaGrad"]
-    assert all(0 < float(loss) < 2 for _, loss in rows)
+    assert {name for name, _ in rows} == {"MADGRAD", "SGD", "Adam", "AdaGrad"}
+    losses = [float(loss) for _, loss in rows]
+    assert 0 < losses[0] <= losses[-1] < 2  # the best result is the first row
     assert (tmp_path / "runs" / "mine-cpu" / "report" / "index.html").stat().st_size > 10_000
 
 

@@ -116,6 +116,7 @@ def _sweeping(
                 yield Sweep(plan, runs, machine, progress)
             finally:
                 machine.close()  # before the lock is released: runs write into the directory
+                runs.remove_drafts()  # a worker may have been stopped while it saved
                 progress.close()
             if reports:
                 _report(runs)

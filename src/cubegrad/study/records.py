@@ -154,8 +154,7 @@ class Runs:
         messages = []
         folder = self.folder / "checkpoints"
         with writing(folder):
-            for path in [*self.folder.glob("records.tmp*"), *folder.glob("*.tmp*")]:
-                path.unlink()
+            self.remove_drafts()
             for path in folder.glob("*.pt"):
                 if path.stem in records:
                     path.unlink()
@@ -165,6 +164,13 @@ class Runs:
             if path.stem in records:
                 logs.keep(path, records[path.stem].settings)
         return messages
+
+    def remove_drafts(self) -> None:
+        """Delete the temporary files that killed processes left."""
+        drafts = [*self.folder.glob("records.tmp*"), *self.folder.glob("checkpoints/*.tmp*")]
+        with writing(self.folder):
+            for path in drafts:
+                path.unlink(missing_ok=True)
 
     def append(self, record: Record) -> None:
         record_checks.check(record)  # else each reading would reject it and repeat the run
