@@ -55,6 +55,7 @@ def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:
 def _cell(label: str, kind: str, text: str, tags: Sequence[str]) -> str:
     notes = "".join(f"<small>{html.escape(tag)}</small>" for tag in tags)
     tag, scope = ("th", ' scope="row"') if kind == "method" else ("td", "")
+    kind = "none" if text == "–" and not kind else kind
     return (
         f'<{tag}{scope} class="{kind}" data-label="{html.escape(label)}">'
         f"<span>{html.escape(text)}</span>{notes}</{tag}>"
