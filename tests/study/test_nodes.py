@@ -146,7 +146,7 @@ def test_a_gpu_that_is_too_small_is_reported(tmp_path: Path) -> None:
     assert isinstance(message, str)
     assert "too little memory" in message
     assert "larger --gpus-per-run" in message
-    jobs = [(replace(SETTINGS, seed=seed), Path("one.pt")) for seed in range(2)]
+    jobs = [(replace(SETTINGS, seed=seed), tmp_path / "one.pt") for seed in range(2)]
     with (
         contextlib.closing(Machine(NAME, Place(tmp_path), workers=2)) as machine,
         pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "),
