@@ -17,7 +17,7 @@ def value(number: float, unit: str = "") -> str:
 
 
 def number(point: Estimate | None, unit: str) -> str:
-    """`98.70 ± 0.31`, with two digits of the error; never 0.0000 for a mean that is not 0."""
+    """`98.70 ± 0.31`, with two digits of the error; tiny and huge ones as `3e-09 ± 1.2e-07`."""
     if point is None:
         return "–"
     mean, error = point.mean, point.error
@@ -27,11 +27,10 @@ def number(point: Estimate | None, unit: str) -> str:
         return f"{mean:.4g} ± inf"
     place = math.floor(math.log10(error))
     decimals = max(1 - place, 0)
-    text = f"{mean:.{decimals}f}"
-    if 1e-4 <= max(abs(mean), error) < 1e7 and (mean == 0 or float(text) != 0):
-        return f"{text} ± {error:.{decimals}f}"
+    if 1e-4 <= max(abs(mean), error) < 1e7 and decimals <= 8:
+        return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
     size = math.floor(math.log10(abs(mean))) if mean else place
-    digits = min(max(size - place + 2, 1), 17)
+    digits = min(max(size - place + 2, 1), 8)
     return f"{mean:.{digits}g} ± {error:.2g}"
 
 
