@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import cubegrad
 from cubegrad import memory
-from cubegrad.study.problem import StudyError
+from cubegrad.study.problem import StudyError, missing
 
 LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
 
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             from cubegrad.study import commands
         except ImportError as error:
-            raise StudyError(f"{error.name} is missing; pip install 'cubegrad[study]'") from None
+            raise StudyError(missing(str(error.name), "study")) from None
         with _stoppable():
             commands.COMMANDS[options.command](options)
     except StudyError as error:

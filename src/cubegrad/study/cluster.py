@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import cubegrad
 from cubegrad.study import nodes, train
-from cubegrad.study.problem import Problem, Setup, StudyError
+from cubegrad.study.problem import Problem, Setup, StudyError, missing
 from cubegrad.study.processes import no_interrupts
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.workers import Job
@@ -174,7 +174,7 @@ def _import() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[ray]'") from None
+        raise StudyError(missing(str(error.name), "ray")) from None
     # There is no option for it; if another version of Ray renames it, this has no effect.
     ray._private.worker.print_to_stdstream = _report_retry
     return ray

@@ -60,7 +60,12 @@ def optional(module: str, extra: str = "problems") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[{extra}]'") from None
+        raise StudyError(missing(str(error.name), extra)) from None
+
+
+def missing(package: str, extra: str) -> str:
+    """The message for a package that is not installed: cubegrad is installed from its clone."""
+    return f"{package} is missing; run pip install '.[{extra}]' in your clone of cubegrad"
 
 
 @dataclass(frozen=True)
