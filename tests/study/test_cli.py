@@ -115,7 +115,9 @@ def test_a_missing_extra_is_reported(
     monkeypatch.delattr("cubegrad.study.commands", raising=False)
     monkeypatch.delattr("cubegrad.study.progress", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert "tqdm is missing; run pip install '.[study]' in your clone" in refused("problems", capsys)
+    assert "tqdm is missing; run pip install '.[study]' in your clone" in refused(
+        "problems", capsys
+    )
 
 
 def test_problems_are_listed_with_sizes_data_and_presets(

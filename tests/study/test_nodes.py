@@ -15,7 +15,7 @@ from small_runs import settings_of
 from cubegrad.study import StudyError, cli, cluster, commands, nodes
 from cubegrad.study.cluster import Cluster
 from cubegrad.study.train import Place
-from cubegrad.study.workers import Machine
+from cubegrad.study.workers import Job, Machine
 
 NAME = "ray_problem:problem"
 SETTINGS = settings_of(ray_problem.problem(), method="sgd")
@@ -126,7 +126,7 @@ def test_python_files_of_a_plain_folder_are_sent(
 
 
 def test_a_node_with_another_version_is_reported() -> None:
-    order = nodes.Order(NAME, SETTINGS, Place(), Path("one.pt"), "", version="9.9")
+    order = nodes.Order(NAME, Job(SETTINGS, Path("one.pt")), Place(), "", version="9.9")
     message = nodes.work(order, None)
     assert isinstance(message, str)
     assert "and the sweep uses 9.9; install the same version on every node" in message
@@ -135,14 +135,16 @@ def test_a_node_with_another_version_is_reported() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
 def test_a_node_whose_torch_sees_no_gpu_is_reported() -> None:
     settings = replace(SETTINGS, device="cuda")
-    message = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    message = nodes.work(nodes.Order(NAME, Job(settings, Path("one.pt")), Place(), ""), None)
     assert message == "torch sees no GPU on a node that has one; install a torch with CUDA there"
 
 
 @pytest.mark.processes
 def test_a_gpu_that_is_too_small_is_reported(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
-    message = nodes.work(nodes.Order(NAME, SETTINGS, Place(tmp_path), Path("one.pt"), ""), None)
+    message = nodes.work(
+        nodes.Order(NAME, Job(SETTINGS, Path("one.pt")), Place(tmp_path), ""), None
+    )
     assert isinstance(message, str)
     assert "too little memory" in message
     assert "larger --gpus-per-run" in message

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
-from cubegrad.study import catalogue, methods, report, schedules, workers
+import cubegrad
+from cubegrad.study import catalogue, config, dry_run, methods, report, schedules, workers
 from cubegrad.study.cluster import Cluster
 from cubegrad.study.grid import parse_grid, parse_values
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
+from cubegrad.study.plan import Plan
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import ESTIMATED_LR, Record, Runs, existing
-from cubegrad.study.sweep import Plan, Sweep
+from cubegrad.study.sweep import Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
 
@@ -56,16 +58,47 @@ def train(options: Namespace) -> None:
 
 
 def sweep(options: Namespace) -> None:
-    plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
-        running.search()
+    _search(options, replace(_plan(options), search_seeds=options.seeds or 1))
 
 
 def compare(options: Namespace) -> None:
-    plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
-        best = running.search()
-        running.repeat(best, options.seeds or plan.preset.seeds)
+    plan = _plan(options)
+    seeds = options.seeds or plan.preset.seeds
+    _search(options, replace(plan, search_seeds=options.search_seeds, final_seeds=seeds))
+
+
+def _search(options: Namespace, plan: Plan) -> None:
+    machine = _executor(options, plan)
+    if options.dry_run:
+        place = replace(_place(options), download=False)
+        at_a_time = machine.workers if isinstance(machine, Machine) else machine.limit
+        say(dry_run.text(plan, _runs(options, plan), place, at_a_time))
+        return
+    with _sweeping(options, plan, machine, reports=True) as running:
+        config.keep(running.runs.folder, _config(options, plan))
+        running.repeat(running.search(), plan.final_seeds)
+
+
+def _config(options: Namespace, plan: Plan) -> str:
+    """Everything that determines the results, with the preset's values filled in."""
+    values = {
+        "command": options.command,
+        "problem": options.problem,
+        "preset": plan.preset_name,
+        "device": plan.device,
+        "epochs": plan.preset.epochs,
+        "batch": plan.preset.batch,
+        "methods": [str(entry) for entry in plan.entries],
+        "lr": options.lr,
+        "decay": options.decay,
+        "grid": options.grid or plan.preset.grid,
+        "search": plan.search,
+        "widen": plan.widen,
+        "select": options.select,
+        "seeds": plan.final_seeds or plan.search_seeds,
+        "search_seeds": plan.search_seeds if plan.final_seeds else None,
+    }
+    return f"# cubegrad {cubegrad.__version__}\n{config.text(values)}"
 
 
 def make_report(options: Namespace) -> None:
@@ -93,7 +126,7 @@ def _sweeping(
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
         machine.check(plan.problem, setup)
-        runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
+        runs = _runs(options, plan)
         with runs.locked():
             progress = Progress()
             for line in runs.repair():
@@ -106,6 +139,10 @@ def _sweeping(
                 progress.close()
             if reports:
                 _report(runs)
+
+
+def _runs(options: Namespace, plan: Plan) -> Runs:
+    return Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
 
 
 def _place(options: Namespace) -> Place:
@@ -133,7 +170,8 @@ def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
 
 def _device(options: Namespace, preset: str) -> str:
     device: str = options.device or ("cuda" if preset in GPU_PRESETS else "cpu")
-    if device == "cuda" and not options.ray and not torch.cuda.is_available():
+    here = not options.ray and not getattr(options, "dry_run", False)
+    if device == "cuda" and here and not torch.cuda.is_available():
         asked = "--device cuda" if options.device else f"preset {preset!r}"
         raise StudyError(
             f"{asked} needs a GPU and torch sees none; use --preset cpu, or --device cpu"
@@ -147,9 +185,7 @@ def _plan(options: Namespace) -> Plan:
     lrs = () if options.lr is None else parse_values(options.lr, grid, "lr")
     if 0.0 in lrs:
         raise StudyError("--lr 0 moves nothing; use values > 0, such as 1e-4..1e-1")
-    decays = preset.decays
-    if options.decay is not None:
-        decays = parse_values(options.decay, grid, "decay")
+    decays = () if options.decay is None else parse_values(options.decay, grid, "decay")
     return Plan(
         problem,
         name,
@@ -157,9 +193,10 @@ def _plan(options: Namespace) -> Plan:
         _entries(options, preset),
         _device(options, name),
         lrs,
-        tuple(decays),
+        decays,
         grid,
         options.widen,
+        search=options.search,
         hold_out=options.select == "valid",
     )
 
@@ -235,7 +272,7 @@ def _report(runs: Runs) -> None:
     for line in broken:
         sys.stderr.write(f"{line}: left out; rerun the command that wrote it\n")
     folder = runs.folder / "report"
-    say(report.write(records.values(), folder, runs.commands()))
+    say(report.write([*records.values(), *runs.cut().values()], folder, runs.commands()))
     say(
         f"\nPage: {folder / 'index.html'}\nReport: {folder / 'report.md'}, with its plots beside it"
     )

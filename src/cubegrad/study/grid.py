@@ -99,6 +99,11 @@ def next_value(
     return None
 
 
+def growing_ends(values: Sequence[float]) -> int:
+    """At how many ends a grid grows if the best value is there: not beyond 0, nor a lone value."""
+    return 0 if len(values) < 2 else 2 - (min(values) == 0)
+
+
 def _usable(value: float) -> float | None:
     return value if 0 < value <= LARGEST else None
 

@@ -133,6 +133,7 @@ def _search(summary: Summary) -> str:
     if not summary.searched:
         return "none"
     lost = f", {summary.search_diverged} diverged" if summary.search_diverged else ""
+    lost += f", {summary.search_cut} stopped early" if summary.search_cut else ""
     edge = f", best {' and '.join(summary.at_edge)} at the edge" if summary.at_edge else ""
     return f"{summary.searched} runs{lost}{edge}"
 
@@ -179,6 +180,11 @@ def notes(experiment: Experiment) -> list[str]:
         )
     if any(summary.at_edge for summary in experiment.summaries):
         lines.append("A best value at the edge means that the search reached its limit (--widen).")
+    if any(summary.search_cut for summary in experiment.summaries):
+        lines.append(
+            "Runs stopped early are those that successive halving gave up (--search halving); the "
+            "choice is among the others."
+        )
     if experiment.paper:
         p = experiment.paper
         lines.append(
