@@ -78,7 +78,8 @@ class Cluster:
                 yield record
 
     def _order(self, job: Job, marker: str) -> nodes.Order:
-        place = replace(self.place, data=self.place.data.absolute())
+        logs = self.place.logs and self.place.logs.absolute()
+        place = replace(self.place, data=self.place.data.absolute(), logs=logs)
         job = job._replace(checkpoint=job.checkpoint.absolute())
         return nodes.Order(nodes.name(self.problem), job, place, marker)
 

@@ -49,7 +49,7 @@ def train(options: Namespace) -> None:
     entry = methods.entry(options.method, preset)
     lr, decay = _setting(options, problem, preset, entry)
     plan = Plan(problem, name, preset, [entry], _device(options, name))
-    with _sweeping(options, plan, Machine(options.problem, _place(options))) as sweep:
+    with _sweeping(options, plan, Machine(options.problem, _place(options, plan))) as sweep:
         settings = plan.settings(entry, (lr, decay), options.seed, hold_out=False)
         known = settings.key in sweep.records
         (record,) = sweep.do([settings])
@@ -70,7 +70,7 @@ def compare(options: Namespace) -> None:
 def _search(options: Namespace, plan: Plan) -> None:
     machine = _executor(options, plan)
     if options.dry_run:
-        place = replace(_place(options), download=False)
+        place = replace(_place(options, plan), download=False)
         at_a_time = machine.workers if isinstance(machine, Machine) else machine.limit
         say(dry_run.text(plan, _runs(options, plan), place, at_a_time))
         return
@@ -122,7 +122,7 @@ def _sweeping(
 
     With `reports`, a sweep that succeeds writes its report while the directory is still locked.
     """
-    device, place = torch.device(plan.device), _place(options)
+    device, place = torch.device(plan.device), _place(options, plan)
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
         machine.check(plan.problem, setup)
@@ -145,8 +145,9 @@ def _runs(options: Namespace, plan: Plan) -> Runs:
     return Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
 
 
-def _place(options: Namespace) -> Place:
-    return Place(options.data, options.download, options.save_every)
+def _place(options: Namespace, plan: Plan) -> Place:
+    logs = _runs(options, plan).folder / "logs"
+    return Place(options.data, options.download, options.save_every, logs)
 
 
 def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
@@ -243,7 +244,7 @@ def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
         share = (gpus or 1.0) if plan.device == "cuda" else 0.0
         return Cluster(
             options.problem,
-            _place(options),
+            _place(options, plan),
             options.ray,
             threads,
             share,
@@ -251,7 +252,7 @@ def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
             options.retries,
         )
     default = workers.default_workers(torch.device(plan.device), threads)
-    return Machine(options.problem, _place(options), options.workers or default)
+    return Machine(options.problem, _place(options, plan), options.workers or default)
 
 
 def _result(record: Record) -> str:

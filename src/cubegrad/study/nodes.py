@@ -8,7 +8,7 @@ import sysconfig
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,10 @@ def work(order: Order, counter: Any) -> Record | str:
     try:
         problem = find(order.problem, order.version, job.settings.device)
         # A run restarted on another node can resume only if the folder is shared.
-        checkpoint = job.checkpoint if is_shared(job.checkpoint.parent, order.marker) else None
-        return train.run(problem, job.settings, order.place, checkpoint, tick, job.since, job.until)
+        shared = is_shared(job.checkpoint.parent, order.marker)
+        checkpoint = job.checkpoint if shared else None
+        place = order.place if shared else replace(order.place, logs=None)
+        return train.run(problem, job.settings, place, checkpoint, tick, job.since, job.until)
     except StudyError as error:
         return str(error)
     except torch.OutOfMemoryError:

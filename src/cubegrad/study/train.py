@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cubegrad.study import checkpoints, methods, peers, schedules
+from cubegrad.study.logs import Log
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
@@ -28,6 +29,7 @@ class Place:
     # Seconds between checkpoints, longer if saving would take more than 5 % of the time; 0 saves
     # after each epoch, however long it takes.
     save_every: float = 10.0
+    logs: Path | None = None  # the folder for a text file per run
 
 
 @dataclass
@@ -95,10 +97,13 @@ def run(
         tick()
     start = saved = time.monotonic()
     begun, pause = state.seconds, place.save_every
+    log = Log(place.logs, settings)
+    log.begin(state.epoch)
     while state.epoch < end and not diverged(state.curve):
         _epoch(problem, settings, state, schedule)
         now = time.monotonic()
         state.seconds = begun + now - start
+        log.epoch(state.curve, state.epoch, state.seconds)
         if checkpoint is not None and now - saved >= pause:
             state.save(checkpoint, settings)
             saved = time.monotonic()
@@ -113,6 +118,7 @@ def run(
         status = "cut"
         if checkpoint is not None:
             state.save(checkpoint, settings)
+    log.end(status)
     seconds = round(state.seconds, 3)
     where = machine(torch.device(settings.device))
     return Record(settings, status, state.curve, seconds, about(problem), where)

@@ -1,0 +1,45 @@
+"""A text file per run, RUNS_DIR/logs/METHOD-...-KEY.log: its settings, then a line per epoch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from cubegrad.study.files import writing
+from cubegrad.study.records import Settings
+
+
+class Log:
+    """Follows one run; lines are written as the epochs end, so `tail -f` shows them."""
+
+    def __init__(self, folder: Path | None, settings: Settings) -> None:
+        """Without a folder nothing is written."""
+        s = self.settings = settings
+        name = f"{s.method}-lr{s.lr:g}-decay{s.decay:g}-seed{s.seed}-{s.key}.log"
+        self.path = None if folder is None else folder / name
+
+    def begin(self, epoch: int) -> None:
+        if epoch:
+            self._write(f"resumed after epoch {epoch}")
+        else:
+            values = (f"{name} {value}" for name, value in asdict(self.settings).items())
+            self._write(", ".join(values), mode="w")
+
+    def epoch(self, curve: Mapping[str, Sequence[float | None]], number: int, time: float) -> None:
+        """The values of the last epoch; `number` is how many there have been."""
+        values = (
+            f"{name} {'not finite' if values[-1] is None else f'{values[-1]:.6g}'}"
+            for name, values in curve.items()
+            if len(values) == number  # after a loss that is not finite nothing is evaluated
+        )
+        line = f"epoch {number}/{self.settings.epochs}: {', '.join(values)}; {time:.1f} s"
+        self._write(line)
+
+    def end(self, status: str) -> None:
+        self._write(status)
+
+    def _write(self, line: str, mode: str = "a") -> None:
+        if self.path is not None:
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(f"{line}\n")
