@@ -1,5 +1,10 @@
 """Successive halving through Optuna: runs that fall behind are stopped early.
 
+They are compared by their training loss, the mean over an epoch. Before the learning rate has
+fallen, a test metric varies more from epoch to epoch than from setting to setting: on cifar10 at
+`cpu`, after the first of 6 epochs, the four methods' best of 13 rates were 5th, 4th, 2nd and 1st by
+training loss, and 12th, 6th, 10th and 4th by test accuracy.
+
 Optuna's pruner is asynchronous: it judges a run by those that reported before it, and lets the
 first one pass. So all runs of an epoch train first, in any order, and then report in a fixed one.
 The decisions are then the same with any number of workers, and when a search is resumed.
@@ -7,13 +12,12 @@ The decisions are then the same with any number of workers, and when a search is
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from cubegrad.study.methods import Entry
 from cubegrad.study.problem import optional
 from cubegrad.study.records import Record, Settings
-from cubegrad.study.statistics import Judge, Setting
+from cubegrad.study.statistics import Setting
 
 FACTOR = 3  # a third of the runs passes
 
@@ -32,8 +36,8 @@ def decision_epochs(epochs: int) -> list[int]:
 def middle_first(values: Iterable[float]) -> list[float]:
     """The middle of the sorted values, then outwards.
 
-    The pruner lets the first run pass. On digits this order needed a third of the grid's epochs,
-    the sorted order 63 %, as each run was a little better than those before.
+    The pruner lets the first run pass, so that one should be good; in sorted order, each may be a
+    little better than those before, and all pass.
     """
     ordered = sorted(values)
     middle = (len(ordered) - 1) / 2
@@ -43,11 +47,10 @@ def middle_first(values: Iterable[float]) -> list[float]:
 class Halving:
     """One Optuna study per method; settings that are added later compete with the earlier ones."""
 
-    def __init__(self, epochs: int, judge: Judge, advance: Advance, stop: Stop) -> None:
+    def __init__(self, epochs: int, advance: Advance, stop: Stop) -> None:
         self.optuna = optional("optuna", "search")
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
-        self.epochs, self.judge = decision_epochs(epochs), judge
-        self.advance, self.stop = advance, stop
+        self.epochs, self.advance, self.stop = decision_epochs(epochs), advance, stop
         self.studies: dict[Entry, Any] = {}
         self.judged: dict[tuple[Entry, Setting], bool] = {}  # whether it passed every decision
 
@@ -59,8 +62,8 @@ class Halving:
             wanted = [settings for runs in new.values() for settings in runs]
             records = {r.settings.key: r for r in self.advance(wanted, epoch)}
             for one, runs in list(new.items()):
-                score = self._score([records[settings.key] for settings in runs], epoch)
-                trials[one].report(score, epoch)
+                reached = [records[settings.key] for settings in runs]
+                trials[one].report(_train_loss(reached, epoch), epoch)
                 if trials[one].should_prune():
                     self.judged[one] = False
                     for settings in new.pop(one):
@@ -73,18 +76,12 @@ class Halving:
             pruner = self.optuna.pruners.SuccessiveHalvingPruner(
                 min_resource=self.epochs[0] if self.epochs else 1, reduction_factor=FACTOR
             )
-            self.studies[entry] = self.optuna.create_study(direction="maximize", pruner=pruner)
+            self.studies[entry] = self.optuna.create_study(direction="minimize", pruner=pruner)
         return self.studies[entry]
 
-    def _score(self, records: Sequence[Record], epoch: int) -> float:
-        """After this epoch; NaN, which the pruner rejects, if a run had diverged by then."""
-        score, _ = self.judge.score([_until(record, epoch) for record in records])
-        return score if math.isfinite(score) else math.nan
 
-
-def _until(record: Record, epoch: int) -> Record:
-    """The record as it was after this epoch."""
-    if record.diverged and record.epochs <= epoch:
-        return record
-    curve = {name: values[:epoch] for name, values in record.curve.items()}
-    return replace(record, status="cut", curve=curve)
+def _train_loss(records: Sequence[Record], epoch: int) -> float:
+    """The mean over the seeds; NaN, which the pruner rejects, if a run had diverged by then."""
+    losses = [loss for record in records for loss in record.curve["train_loss"][epoch - 1 : epoch]]
+    known = [loss for loss in losses if loss is not None]
+    return math.fsum(known) / len(known) if len(known) == len(records) else math.nan

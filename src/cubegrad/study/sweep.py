@@ -65,7 +65,7 @@ class Sweep:
         decays = {entry: set(plan.first_decays(entry)) for entry in plan.entries}
         halving = None
         if plan.search == "halving":
-            halving = Halving(plan.preset.epochs, plan.judge, self.do, self.runs.drop_checkpoint)
+            halving = Halving(plan.preset.epochs, self.do, self.runs.drop_checkpoint)
         to_come = cost.expected(plan, self.records)
         self.progress.expect(to_come.runs, to_come.epochs)
         while True:
