@@ -41,11 +41,10 @@ class Sweep:
         self.progress.add(whole, sum(job.epochs for job in jobs))
         for record in self.machine.run(jobs, self.progress.epochs):
             self.runs.append(record)
-            if record.cut:
-                self.cut[record.settings.key] = record
-                continue
-            self.records[record.settings.key] = record
-            self.progress.finished(record, self.plan.judge.metric)
+            known = self.cut if record.cut else self.records
+            known[record.settings.key] = record
+            if until is None:
+                self.progress.finished(record, self.plan.judge.metric)
         return [self.records.get(one.key) or self.cut[one.key] for one in wanted]
 
     def _job(self, settings: Settings, until: int | None) -> Job:
