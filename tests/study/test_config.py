@@ -1,6 +1,7 @@
 """A sweep from a config.toml, the one it keeps, --dry-run, and a log per run."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(
 ) -> None:
     assert command(f"compare {WORDS} --decay 0,1e-4 --dry-run") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^sgd +flat +0\.01, 0\.1 +0, 0\.0001 +4 +0 +0 +2$", out, re.MULTILINE)
+    assert re.search(r"^sgd +flat +0\.01, 0\.1 +0, 0\.0001 +4 +0 +0\.0 +2$", out, re.MULTILINE)
     assert "To do: about 12 whole runs, 48 epochs in all; about 0:0" in out
     assert "1 run at a time, by a few steps of each method, without evaluation" in out
     assert not list(tmp_path.iterdir())
@@ -95,7 +96,7 @@ def test_a_dry_run_uses_what_is_recorded(capsys: pytest.CaptureFixture[str]) -> 
     capsys.readouterr()
     assert command(f"sweep {WORDS} --decay 0,1e-4 --dry-run") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^sgd +flat +0\.01, 0\.1 +0, 0\.0001 +4 +2 +0 +0$", out, re.MULTILINE)
+    assert re.search(r"^sgd +flat +0\.01, 0\.1 +0, 0\.0001 +4 +2 +0\.0 +0$", out, re.MULTILINE)
     assert "about 4 whole runs, 16 epochs in all" in out
     assert "by the records" in out
 
@@ -105,6 +106,15 @@ def test_a_dry_run_needs_neither_gpu_nor_data(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "the time is unknown" in out
     assert "stopped early" in out
+
+
+def test_a_missing_optuna_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    line = refused("sweep digits --search halving", capsys)
+    assert "optuna is missing; run pip install '.[search]' in your clone" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_run_has_a_log(tmp_path: Path) -> None:

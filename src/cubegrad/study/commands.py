@@ -16,7 +16,7 @@ from cubegrad.study.cluster import Cluster
 from cubegrad.study.grid import parse_grid, parse_values
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
 from cubegrad.study.plan import Plan
-from cubegrad.study.problem import Preset, Problem, Setup, StudyError
+from cubegrad.study.problem import Preset, Problem, Setup, StudyError, optional
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import ESTIMATED_LR, Record, Runs, existing
 from cubegrad.study.sweep import Sweep
@@ -74,6 +74,8 @@ def _search(options: Namespace, plan: Plan) -> None:
         at_a_time = machine.workers if isinstance(machine, Machine) else machine.limit
         say(dry_run.text(plan, _runs(options, plan), place, at_a_time))
         return
+    if plan.search == "halving":
+        optional("optuna", "search")  # refused before anything is written
     with _sweeping(options, plan, machine, reports=True) as running:
         config.keep(running.runs.folder, _config(options, plan))
         running.repeat(running.search(), plan.final_seeds)

@@ -1,6 +1,5 @@
 """How many runs and epochs a plan takes, growth of its grids included."""
 
-import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ from cubegrad.study.records import Record, Settings
 
 @dataclass(frozen=True)
 class Cost:
-    runs: int = 0  # up to the last epoch
-    epochs: int = 0
+    runs: float = 0.0  # up to the last epoch
+    epochs: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.runs + other.runs, self.epochs + other.epochs)
@@ -29,23 +28,23 @@ def first_grid(plan: Plan, entry: Entry) -> list[Settings]:
     ]
 
 
-def growth(plan: Plan, entry: Entry) -> int:
+def growth(plan: Plan, entry: Entry) -> float:
     """Runs that the search adds on average, if each value is as likely to be the best."""
     lrs, decays = plan.first_lrs(entry), plan.first_decays(entry)
     rows = growing_ends(lrs) / len(lrs) * len(decays)
     columns = growing_ends(decays) / len(decays) * len(lrs)
-    return round((rows + columns) * plan.search_seeds) if plan.widen else 0
+    return (rows + columns) * plan.search_seeds if plan.widen else 0.0
 
 
-def search(plan: Plan, runs: int) -> Cost:
+def search(plan: Plan, runs: float) -> Cost:
     """Of one method's grid of so many runs."""
     epochs = plan.preset.epochs
     if plan.search == "grid" or not runs:
         return Cost(runs, runs * epochs)
-    total, before, going = 0, 0, runs
+    total, before, going = 0.0, 0, runs
     for epoch in decision_epochs(epochs):
         total += going * (epoch - before)
-        before, going = epoch, math.ceil(going / FACTOR)
+        before, going = epoch, max(going / FACTOR, 1.0)
     return Cost(going, total + going * (epochs - before))
 
 

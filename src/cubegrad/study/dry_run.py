@@ -27,7 +27,7 @@ def text(plan: Plan, runs: Runs, place: train.Place, workers: int | None) -> str
         report.plain(rows),
         f"Numbers of runs; {how}. Growth is the average if every value of a grid is equally likely "
         f"to be the best (at most --widen {plan.widen} values beyond each end).",
-        f"To do: about {left.runs} whole runs, {left.epochs} epochs in all; "
+        f"To do: about {left.runs:.0f} whole runs, {left.epochs:.0f} epochs in all; "
         f"{_time(plan, list(records.values()), place, workers)}.",
     ]
     return "\n\n".join(lines)
@@ -38,7 +38,7 @@ def _row(plan: Plan, entry: Entry, records: dict[str, Record]) -> list[str]:
     known = sum(settings.key in records for settings in grid)
     lrs = ", ".join(lr_text(entry.method, lr) for lr in plan.first_lrs(entry))
     decays = ", ".join(f"{decay:g}" for decay in plan.first_decays(entry))
-    counts = (len(grid), known, cost.growth(plan, entry), plan.final_seeds)
+    counts = (len(grid), known, f"{cost.growth(plan, entry):.1f}", plan.final_seeds)
     return [entry.method, entry.schedule, lrs, decays, *map(str, counts)]
 
 

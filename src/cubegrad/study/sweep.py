@@ -66,7 +66,7 @@ class Sweep:
         if plan.search == "halving":
             halving = Halving(plan.preset.epochs, self.do, self.runs.drop_checkpoint)
         to_come = cost.expected(plan, self.records)
-        self.progress.expect(to_come.runs, to_come.epochs)
+        self.progress.expect(round(to_come.runs), round(to_come.epochs))
         while True:
             bests = self._run_grids(lrs, decays, halving)
             if not self._grow(bests, lrs, decays):
