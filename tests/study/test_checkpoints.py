@@ -53,7 +53,7 @@ def test_a_killed_run_continues_with_the_same_numbers(
     whole = run(toy_problem.problem(), settings, PLACE)
     checkpoint = tmp_path / "deep" / "one.pt"
     kill_after(epochs, toy_problem.problem(), settings, PLACE, checkpoint)
-    assert {path.name for path in checkpoint.parent.iterdir()} == {"one.pt", "one.log"}
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["one.pt"]
     torch.rand(5)  # a resumed run must not depend on torch's random state
     ticks: list[int] = []
     resumed = run(toy_problem.problem(), settings, PLACE, checkpoint, lambda: ticks.append(1))

@@ -43,7 +43,8 @@ def command(words: str) -> int:
         ("train digits --lr 1 --save-every x", "x must be a number of seconds", "use 10"),
         ("train digits --lr 1 --schedule slow", "unknown schedule 'slow'", "use flat"),
         ("train digits --lr 1 --preset big", "no preset 'big'", "use cpu, gpu, paper"),
-        ("sweep digits --grid 5,1", "grid '5,1' must rise", "use 1,2.5,5 or powers-of-2"),
+        ("sweep digits --grid 5,1", "--grid '5,1' must rise", "use 1,2.5,5 (times powers of ten)"),
+        ("sweep digits --grid powers-of-3", "'powers-of-3' is not a list of", "or powers-of-2"),
         ("sweep digits --lr 0,1", "--lr 0 moves nothing", "use values > 0"),
         ("sweep digits --lr 3..4", "has no value of the grid", "use 1e-4..1e-1"),
         ("sweep digits --methods sgd,lion", "unknown method 'lion'", "use one of"),
@@ -62,7 +63,7 @@ def command(words: str) -> int:
         ("train digits --lr 1 --seed 99999999999999", "must be at most", "use 0"),
         ("sweep digits --lr=", "--lr '' is not a number", "use 1e-4"),
         ("sweep digits --decay=", "--decay '' is not a number", "use 1e-4"),
-        ("sweep digits --grid=", "--grid '' is not a number", "use 1e-4"),
+        ("sweep digits --grid=", "--grid '' is not a list of numbers", "use 1,2.5,5"),
         ("sweep digits --methods=", "unknown method ''", "use one of"),
         ("sweep digits --schedule=", "unknown schedule ''", "use flat"),
         ("sweep digits --preset=", "no preset ''", "use cpu, gpu, paper"),
@@ -114,7 +115,9 @@ def test_a_missing_extra_is_reported(
     monkeypatch.delattr("cubegrad.study.commands", raising=False)
     monkeypatch.delattr("cubegrad.study.progress", raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert "tqdm is missing; pip install 'cubegrad[study]'" in refused("problems", capsys)
+    assert "tqdm is missing; run pip install '.[study]' in your clone" in refused(
+        "problems", capsys
+    )
 
 
 def test_problems_are_listed_with_sizes_data_and_presets(
@@ -191,8 +194,9 @@ def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^(\w+) +[\d.e-]+ +0 +([\d.]+) ± [\d.]+ ", done.stdout, re.MULTILINE)
-    assert {name for name, _ in rows} == {"MADGRAD", "SGD", "Adam", "AdaGrad"}
+    row = r"^(\w+) +[\d.e-]+ +[\d.e-]+ +([\d.]+) ± [\d.]+ "
+    rows = re.findall(row, done.stdout, re.MULTILINE)
+    assert {name for name, _ in rows} == {"MADGRAD", "SGD", "Adam", "AdamW", "AdaGrad"}
     losses = [float(loss) for _, loss in rows]
     assert 0 < losses[0] <= losses[-1] < 2  # the best result is the first row
     assert (tmp_path / "runs" / "mine-cpu" / "report" / "index.html").stat().st_size > 10_000

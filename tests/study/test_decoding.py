@@ -103,7 +103,7 @@ def test_a_missing_file_and_a_missing_library(tmp_path, monkeypatch):
     with pytest.raises(StudyError, match=r"gone\.JPEG cannot be decoded \(.*No such file"):
         open_image(tmp_path / "gone.JPEG")
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(StudyError, match=r"PIL.* is missing; pip install"):
+    with pytest.raises(StudyError, match=r"PIL.* is missing; run pip install"):
         open_image(tmp_path / "gone.JPEG")
 
 

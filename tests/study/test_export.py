@@ -104,7 +104,7 @@ def test_what_is_missing_is_named(
     for name in ("tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     assert cli.main(["export", str(runs), "--tensorboard", str(tmp_path / "events")]) == 2
-    assert "is missing; pip install 'cubegrad[tensorboard]'" in capsys.readouterr().err
+    assert "is missing; run pip install '.[tensorboard]' in your clone" in capsys.readouterr().err
     assert not (tmp_path / "events").exists()
     assert cli.main(["export", str(tmp_path), "--csv", "a.csv"]) == 2
     assert "is not a directory of runs" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_without_h5py_its_extra_is_named(tmp_path, capsys, monkeypatch):
     write_volumes(tmp_path)
     monkeypatch.setitem(sys.modules, "h5py", None)
     line = train_refused(tmp_path, "paper", capsys)
-    assert "h5py is missing; pip install 'cubegrad[problems]'" in line
+    assert "h5py is missing; run pip install '.[problems]' in your clone" in line
 
 
 def test_slices_need_no_h5py(tmp_path, monkeypatch):

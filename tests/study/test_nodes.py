@@ -12,10 +12,10 @@ import torch
 from command_line import refused
 from small_runs import settings_of
 
-from cubegrad.study import StudyError, cli, cluster, commands, nodes
+from cubegrad.study import StudyError, cli, cluster, commands, nodes, request
 from cubegrad.study.cluster import Cluster
 from cubegrad.study.train import Place
-from cubegrad.study.workers import Machine
+from cubegrad.study.workers import Job, Machine
 
 NAME = "ray_problem:problem"
 SETTINGS = settings_of(ray_problem.problem(), method="sgd")
@@ -69,7 +69,7 @@ def test_a_missing_ray_is_reported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     line = refused("sweep digits --ray local", capsys)
-    assert line == "cubegrad: error: ray is missing; pip install 'cubegrad[ray]'\n"
+    assert "ray is missing; run pip install '.[ray]' in your clone" in line
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_missing_ray_is_reported(
 def test_a_runs_share_of_a_node(words: str, cpus: int, gpus: float, limit: int | None) -> None:
     """Also: this machine needs no GPU of its own to ask for one."""
     options = cli.parser().parse_args(["sweep", "digits", "--ray", "auto", *words.split()])
-    machine = commands._executor(options, commands._plan(options))
+    machine = commands._executor(options, request.make_plan(options))
     assert isinstance(machine, Cluster)
     assert (machine.cpus, machine.gpus, machine.limit) == (cpus, gpus, limit)
     assert machine.retries == 3
@@ -126,7 +126,7 @@ def test_python_files_of_a_plain_folder_are_sent(
 
 
 def test_a_node_with_another_version_is_reported() -> None:
-    order = nodes.Order(NAME, SETTINGS, Place(), Path("one.pt"), "", version="9.9")
+    order = nodes.Order(NAME, Job(SETTINGS, Path("one.pt")), Place(), "", version="9.9")
     message = nodes.work(order, None)
     assert isinstance(message, str)
     assert "and the sweep uses 9.9; install the same version on every node" in message
@@ -135,18 +135,20 @@ def test_a_node_with_another_version_is_reported() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about nodes without a GPU")
 def test_a_node_whose_torch_sees_no_gpu_is_reported() -> None:
     settings = replace(SETTINGS, device="cuda")
-    message = nodes.work(nodes.Order(NAME, settings, Place(), Path("one.pt"), ""), None)
+    message = nodes.work(nodes.Order(NAME, Job(settings, Path("one.pt")), Place(), ""), None)
     assert message == "torch sees no GPU on a node that has one; install a torch with CUDA there"
 
 
 @pytest.mark.processes
 def test_a_gpu_that_is_too_small_is_reported(tmp_path: Path) -> None:
     (tmp_path / "full").touch()
-    message = nodes.work(nodes.Order(NAME, SETTINGS, Place(tmp_path), Path("one.pt"), ""), None)
+    message = nodes.work(
+        nodes.Order(NAME, Job(SETTINGS, Path("one.pt")), Place(tmp_path), ""), None
+    )
     assert isinstance(message, str)
     assert "too little memory" in message
     assert "larger --gpus-per-run" in message
-    jobs = [(replace(SETTINGS, seed=seed), tmp_path / "one.pt") for seed in range(2)]
+    jobs = [Job(replace(SETTINGS, seed=seed), tmp_path / "one.pt") for seed in range(2)]
     with (
         contextlib.closing(Machine(NAME, Place(tmp_path), workers=2)) as machine,
         pytest.raises(StudyError, match=r"^2 runs at a time are too many for the GPU's memory; "),

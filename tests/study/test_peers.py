@@ -84,7 +84,7 @@ def test_dog_starts_with_larger_steps_if_there_is_batch_norm():
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(StudyError, match=r"prodigyopt is missing; pip install 'cubegrad\[peers\]'"):
+    with pytest.raises(StudyError, match=r"prodigyopt is missing; run pip install '\.\[peers\]'"):
         entry("prodigy", STAGED)
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(StudyError, match=r"schedulefree is missing; .*\[peers\]"):

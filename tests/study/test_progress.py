@@ -48,3 +48,14 @@ def test_progress_in_a_terminal_is_a_bar() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_runs_that_are_expected_count_until_there_are_as_many() -> None:
+    progress = Progress(StringIO())
+    progress.expect(6, 60)
+    progress.add(2, 20)
+    assert progress.ends_at == (6, 60)
+    progress.add(5, 50)
+    assert progress.ends_at == (7, 70)
+    progress.expect(0, 0)
+    assert progress.ends_at == (7, 70)

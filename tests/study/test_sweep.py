@@ -17,6 +17,7 @@ from cubegrad.study.progress import Progress
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import summarise
 from cubegrad.study.sweep import Plan, Sweep
+from cubegrad.study.workers import Job
 
 ENTRY = Entry("sgd", "flat")
 
@@ -28,8 +29,8 @@ class Oracle:
         self.loss = loss
         self.asked: list[Settings] = []
 
-    def run(self, jobs: Sequence[tuple[Settings, Path]], tick: Any) -> Iterator[Record]:
-        for settings, _ in jobs:
+    def run(self, jobs: Sequence[Job], tick: Any) -> Iterator[Record]:
+        for settings, *_ in jobs:
             self.asked.append(settings)
             value = self.loss(settings.lr, settings.decay)
             tick(settings.epochs)

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import cubegrad
 from cubegrad import memory
-from cubegrad.study.problem import StudyError
-
-LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
+from cubegrad.study import config
+from cubegrad.study.arguments import count, natural, number, part, seconds, seed
+from cubegrad.study.problem import StudyError, missing
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     _sweep(compare)
     compare.add_argument(
         "--search-seeds",
-        type=_count,
+        type=count,
         default=1,
         metavar="N",
         help="seeds per grid point (%(default)s)",
@@ -57,28 +57,41 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--params", type=_number, required=True, metavar="N", help="number of parameters, as 7e9")
+    add(
+        "--params",
+        type=number,
+        required=True,
+        metavar="N",
+        help="number of parameters, as 7e9",
+    )
     add("--dtype", default="float32", help="of the weights: bf16, fp16, float32 (%(default)s)")
-    add("--gpus", type=_count, default=1, metavar="N", help="that FSDP shards over (%(default)s)")
+    add(
+        "--gpus",
+        type=count,
+        default=1,
+        metavar="N",
+        help="that FSDP shards over (%(default)s)",
+    )
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _common(parser: argparse.ArgumentParser, **problem: str) -> None:
     add = parser.add_argument
     add(
         "problem",
         metavar="PROBLEM",
+        **problem,  # type: ignore[arg-type]
         help="of `cubegrad problems`, or your_module:your_function, or file.py:function",
     )
     add("--preset", help="cpu, gpu or paper (cpu)")
     add("--device", choices=("cpu", "cuda"), help="cuda for gpu and paper, else cpu")
-    add("--epochs", type=_count, help="overrides the preset's")
-    add("--batch", type=_count, help="overrides the preset's")
-    add("--schedule", help="overrides the preset's: flat, tenthing:150-225, sqrt:100, ...")
+    add("--epochs", type=count, help="overrides the preset's")
+    add("--batch", type=count, help="overrides the preset's")
+    add("--schedule", help="overrides the preset's: flat, cosine, tenthing:150-225, ...")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="data sets (%(default)s)")
     add("--download", action="store_true", help="fetch missing data sets into --data")
     add(
         "--save-every",
-        type=_seconds,
+        type=seconds,
         default=10.0,
         metavar="SECONDS",
         help="minimum time between two checkpoints of a run (%(default)s); 0: after each epoch",
@@ -96,13 +109,24 @@ def _train(parser: argparse.ArgumentParser) -> None:
         help="learning rate (the paper's, if it has this problem); for madgrad-auto a factor (1)",
     )
     add("--decay", metavar="DECAY", help="weight decay (the paper's, else 0)")
-    add("--seed", type=_seed, default=0, help="(%(default)s)")
+    add("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(ray=None)
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
-    _common(parser)
+    _common(parser, nargs="?")  # a --config may name it
     add = parser.add_argument
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options from a config.toml, as every sweep writes one; those given here override it",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="list the runs with their epochs and estimated time, and train nothing",
+    )
     add("--methods", metavar="A,B", help="such as madgrad,sgd@flat (the preset's)")
     add("--figure", help="the methods of a figure of the paper: dual-averaging or sqrt-decay")
     add(
@@ -114,8 +138,14 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     add("--decay", metavar="DECAYS", help="0,1e-5..1e-3 (the preset's)")
     add("--grid", metavar="GRID", help="1,2.5,5 (times powers of ten) or powers-of-2")
     add(
+        "--search",
+        choices=("grid", "halving"),
+        default="grid",
+        help="run the whole grid, or stop runs early that fall behind (%(default)s)",
+    )
+    add(
         "--widen",
-        type=_natural,
+        type=natural,
         default=6,
         metavar="N",
         help="how many values to add beyond an end of the grid while it is best (%(default)s)",
@@ -128,11 +158,16 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seeds",
-        type=_count,
+        type=count,
         metavar="N",
         help="sweep: seeds per grid point (1); compare: of each method's best (the preset's)",
     )
-    add("--workers", type=_count, metavar="N", help="parallel runs (one per core; one on a GPU)")
+    add(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="parallel runs (one per core; one on a GPU)",
+    )
     _cluster(parser)
 
 
@@ -145,64 +180,17 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--gpus-per-run",
-        type=_part,
+        type=part,
         metavar="PART",
         help="with --ray: the fraction of a GPU per run, such as 0.25 (1)",
     )
     add(
         "--retries",
-        type=_natural,
+        type=natural,
         default=3,
         metavar="N",
         help="with --ray: how often a run is restarted when its worker or node dies (%(default)s)",
     )
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.lstrip("-").isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1; use 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} must be a number >= 1; use 7e9") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds >= 0; use 10")
-    return value
-
-
-def _part(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a part of a GPU in (0, 1]; use 0.25")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = _natural(text)
-    if value > LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_SEED}; use 0")
-    return value
-
-
-def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 0; use 0")
-    return int(text)
 
 
 class Stopped(KeyboardInterrupt):
@@ -244,18 +232,29 @@ def _print_memory(options: argparse.Namespace) -> None:
     sys.stdout.write(f"{memory.table(result)}\n")
 
 
+def _parse(words: list[str]) -> argparse.Namespace:
+    options = parser().parse_args(words)
+    if getattr(options, "config", None) is not None:
+        # The command's own words come last, and the last of two values counts.
+        words = [words[0], *config.words(options.config, options), *words[1:]]
+        options = parser().parse_args(words)
+    if getattr(options, "problem", "") is None:
+        raise StudyError("PROBLEM is missing; name one of `cubegrad problems`, or give --config")
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(words)
-    options.words = words
     try:
+        options = _parse(words)
+        options.words = words
         if options.command == "memory":  # needs no extra
             _print_memory(options)
             return 0
         try:
             from cubegrad.study import commands
         except ImportError as error:
-            raise StudyError(f"{error.name} is missing; pip install 'cubegrad[study]'") from None
+            raise StudyError(missing(str(error.name), "study")) from None
         with _stoppable():
             commands.COMMANDS[options.command](options)
     except StudyError as error:

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 import cubegrad
 from cubegrad.study import nodes, train
-from cubegrad.study.problem import Problem, Setup, StudyError
+from cubegrad.study.problem import Problem, Setup, StudyError, missing
 from cubegrad.study.processes import no_interrupts
-from cubegrad.study.records import Record, Settings
+from cubegrad.study.records import Record
 from cubegrad.study.workers import Job
 
 POLL = 0.5  # seconds between two checks of the tasks
@@ -62,23 +62,26 @@ class Cluster:
     def _run_tasks(
         self, jobs: Sequence[Job], marker: str, tick: Callable[[int], None]
     ) -> Iterator[Record]:
-        place = replace(self.place, data=self.place.data.absolute())
         todo, passed = deque(jobs), dict.fromkeys((job[0].key for job in jobs), 0)
-        waiting: dict[Any, Settings] = {}
-        name = nodes.name(self.problem)
+        waiting: dict[Any, Job] = {}
         while todo or waiting:
             while todo and len(waiting) < (self.limit or len(jobs)):
-                settings, checkpoint = todo.popleft()
-                order = nodes.Order(name, settings, place, checkpoint.absolute(), marker)
-                waiting[self._work.remote(order, self._counter)] = settings
+                job = todo.popleft()
+                waiting[self._work.remote(self._order(job, marker), self._counter)] = job
             done, _ = self._ray.wait(list(waiting), timeout=POLL)
             self._update_progress(passed, tick)
             for task in done:
-                settings, record = waiting.pop(task), self._get(task)
+                job, record = waiting.pop(task), self._get(task)
                 if isinstance(record, str):
                     raise StudyError(record)
-                tick(settings.epochs - passed.pop(settings.key))
+                tick(job.epochs - passed.pop(job.settings.key))
                 yield record
+
+    def _order(self, job: Job, marker: str) -> nodes.Order:
+        logs = self.place.logs and self.place.logs.absolute()
+        place = replace(self.place, data=self.place.data.absolute(), logs=logs)
+        job = job._replace(checkpoint=job.checkpoint.absolute())
+        return nodes.Order(nodes.name(self.problem), job, place, marker)
 
     def close(self) -> None:
         """Stop at once: nodes end the workers of a driver that disconnects.
@@ -174,7 +177,7 @@ def _import() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[ray]'") from None
+        raise StudyError(missing(str(error.name), "ray")) from None
     # There is no option for it; if another version of Ray renames it, this has no effect.
     ray._private.worker.print_to_stdstream = _report_retry
     return ray

@@ -10,18 +10,26 @@ from pathlib import Path
 
 import torch
 
-from cubegrad.study import catalogue, export, methods, report, schedules, workers
+import cubegrad
+from cubegrad.study import (
+    catalogue,
+    config,
+    dry_run,
+    export,
+    methods,
+    report,
+    request,
+    workers,
+)
 from cubegrad.study.cluster import Cluster
-from cubegrad.study.grid import parse_grid, parse_values
-from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry
-from cubegrad.study.problem import Preset, Problem, Setup, StudyError
+from cubegrad.study.methods import FIGURES, METHODS
+from cubegrad.study.plan import Plan
+from cubegrad.study.problem import Setup, StudyError, optional
 from cubegrad.study.progress import Progress
 from cubegrad.study.records import ESTIMATED_LR, Record, Runs, existing
-from cubegrad.study.sweep import Plan, Sweep
+from cubegrad.study.sweep import Sweep
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Machine
-
-GPU_PRESETS = ("gpu", "gpu-lora", "paper")
 
 
 def say(text: str) -> None:
@@ -43,11 +51,11 @@ def problems(_: Namespace) -> None:
 
 
 def train(options: Namespace) -> None:
-    problem, name, preset = _problem(options)
+    problem, name, preset = request.find_problem(options)
     entry = methods.entry(options.method, preset)
-    lr, decay = _setting(options, problem, preset, entry)
-    plan = Plan(problem, name, preset, [entry], _device(options, name))
-    with _sweeping(options, plan, Machine(options.problem, _place(options))) as sweep:
+    lr, decay = request.one_setting(options, problem, preset, entry)
+    plan = Plan(problem, name, preset, [entry], request.find_device(options, name))
+    with _sweeping(options, plan, Machine(options.problem, _place(options, plan))) as sweep:
         settings = plan.settings(entry, (lr, decay), options.seed, hold_out=False)
         known = settings.key in sweep.records
         (record,) = sweep.do([settings])
@@ -56,16 +64,49 @@ def train(options: Namespace) -> None:
 
 
 def sweep(options: Namespace) -> None:
-    plan = replace(_plan(options), search_seeds=options.seeds or 1)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
-        running.search()
+    _search(options, replace(request.make_plan(options), search_seeds=options.seeds or 1))
 
 
 def compare(options: Namespace) -> None:
-    plan = replace(_plan(options), search_seeds=options.search_seeds)
-    with _sweeping(options, plan, _executor(options, plan), reports=True) as running:
-        best = running.search()
-        running.repeat(best, options.seeds or plan.preset.seeds)
+    plan = request.make_plan(options)
+    seeds = options.seeds or plan.preset.seeds
+    _search(options, replace(plan, search_seeds=options.search_seeds, final_seeds=seeds))
+
+
+def _search(options: Namespace, plan: Plan) -> None:
+    machine = _executor(options, plan)
+    if options.dry_run:
+        place = replace(_place(options, plan), download=False)
+        at_a_time = machine.workers if isinstance(machine, Machine) else machine.limit
+        say(dry_run.text(plan, _runs(options, plan), place, at_a_time))
+        return
+    if plan.search == "halving":
+        optional("optuna", "search")  # refused before anything is written
+    with _sweeping(options, plan, machine, reports=True) as running:
+        config.keep(running.runs.folder, _config(options, plan))
+        running.repeat(running.search(), plan.final_seeds)
+
+
+def _config(options: Namespace, plan: Plan) -> str:
+    """Everything that determines the results, with the preset's values filled in."""
+    values = {
+        "command": options.command,
+        "problem": options.problem,
+        "preset": plan.preset_name,
+        "device": plan.device,
+        "epochs": plan.preset.epochs,
+        "batch": plan.preset.batch,
+        "methods": [str(entry) for entry in plan.entries],
+        "lr": options.lr,
+        "decay": options.decay,
+        "grid": options.grid or plan.preset.grid,
+        "search": plan.search,
+        "widen": plan.widen,
+        "select": options.select,
+        "seeds": plan.final_seeds or plan.search_seeds,
+        "search_seeds": plan.search_seeds if plan.final_seeds else None,
+    }
+    return f"# cubegrad {cubegrad.__version__}\n{config.text(values)}"
 
 
 def make_report(options: Namespace) -> None:
@@ -102,11 +143,11 @@ def _sweeping(
 
     With `reports`, a sweep that succeeds writes its report while the directory is still locked.
     """
-    device, place = torch.device(plan.device), _place(options)
+    device, place = torch.device(plan.device), _place(options, plan)
     setup = Setup(plan.preset, 0, device, place.data, plan.hold_out, place.download)
     with contextlib.closing(machine):
         machine.check(plan.problem, setup)
-        runs = Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
+        runs = _runs(options, plan)
         with runs.locked():
             progress = Progress()
             for line in runs.repair():
@@ -122,94 +163,13 @@ def _sweeping(
                 _report(runs)
 
 
-def _place(options: Namespace) -> Place:
-    return Place(options.data, options.download, options.save_every)
+def _runs(options: Namespace, plan: Plan) -> Runs:
+    return Runs(options.out or Path("runs") / f"{plan.problem.name}-{plan.preset_name}")
 
 
-def _problem(options: Namespace) -> tuple[Problem, str, Preset]:
-    problem = catalogue.find(options.problem)
-    default = "cpu" if "cpu" in problem.presets else next(iter(problem.presets))
-    name = default if options.preset is None else options.preset
-    if name not in problem.presets:
-        raise StudyError(
-            f"problem {problem.name!r} has no preset {name!r}; use {', '.join(problem.presets)}"
-        )
-    preset = problem.presets[name]
-    preset = replace(
-        preset,
-        epochs=options.epochs or preset.epochs,
-        batch=options.batch or preset.batch,
-        schedule=preset.schedule if options.schedule is None else options.schedule,
-    )
-    schedules.check(preset.schedule)
-    return problem, name, preset
-
-
-def _device(options: Namespace, preset: str) -> str:
-    device: str = options.device or ("cuda" if preset in GPU_PRESETS else "cpu")
-    if device == "cuda" and not options.ray and not torch.cuda.is_available():
-        asked = "--device cuda" if options.device else f"preset {preset!r}"
-        raise StudyError(
-            f"{asked} needs a GPU and torch sees none; use --preset cpu, or --device cpu"
-        )
-    return device
-
-
-def _plan(options: Namespace) -> Plan:
-    problem, name, preset = _problem(options)
-    grid = parse_grid(preset.grid if options.grid is None else options.grid)
-    lrs = () if options.lr is None else parse_values(options.lr, grid, "lr")
-    if 0.0 in lrs:
-        raise StudyError("--lr 0 moves nothing; use values > 0, such as 1e-4..1e-1")
-    decays = preset.decays
-    if options.decay is not None:
-        decays = parse_values(options.decay, grid, "decay")
-    return Plan(
-        problem,
-        name,
-        preset,
-        _entries(options, preset),
-        _device(options, name),
-        lrs,
-        tuple(decays),
-        grid,
-        options.widen,
-        hold_out=options.select == "valid",
-    )
-
-
-def _entries(options: Namespace, preset: Preset) -> list[Entry]:
-    if options.figure is None:
-        texts = preset.methods if options.methods is None else options.methods.split(",")
-    elif options.figure in FIGURES:
-        texts = [text for row in FIGURES[options.figure] for text in row]
-    else:
-        raise StudyError(f"unknown figure {options.figure!r}; use {' or '.join(FIGURES)}")
-    if options.figure is not None and options.methods is not None:
-        raise StudyError("--figure has methods of its own; leave out --methods")
-    return list(dict.fromkeys(methods.entry(text, preset) for text in texts))
-
-
-def _setting(
-    options: Namespace, problem: Problem, preset: Preset, entry: Entry
-) -> tuple[float, float]:
-    table, auto = PAPER.get(problem.paper), methods.estimates(entry.method)
-    paper = table.best.get("madgrad" if auto else entry.method) if table else None
-    lr = entry.lrs(preset)[0] if auto else paper.lr if paper else None
-    if options.lr is None and lr is None:
-        raise StudyError(f"no lr is known for {entry.method} on {problem.name}; give --lr")
-    values = []
-    for name, text, known in (
-        ("lr", options.lr, lr or 0.0),
-        ("decay", options.decay, paper.decay if paper else 0.0),
-    ):
-        given = parse_values(text, parse_grid("1"), name) if text is not None else (known,)
-        if len(given) != 1 or (text is not None and ".." in text):
-            raise StudyError(f"--{name} {text}: train takes one value; use cubegrad sweep for more")
-        values.append(given[0])
-    if values[0] == 0:
-        raise StudyError("--lr 0 moves nothing; use a value > 0, such as 1e-3")
-    return values[0], values[1]
+def _place(options: Namespace, plan: Plan) -> Place:
+    logs = _runs(options, plan).folder / "logs"
+    return Place(options.data, options.download, options.save_every, logs)
 
 
 def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
@@ -220,7 +180,7 @@ def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
         share = (gpus or 1.0) if plan.device == "cuda" else 0.0
         return Cluster(
             options.problem,
-            _place(options),
+            _place(options, plan),
             options.ray,
             threads,
             share,
@@ -228,7 +188,7 @@ def _executor(options: Namespace, plan: Plan) -> Machine | Cluster:
             options.retries,
         )
     default = workers.default_workers(torch.device(plan.device), threads)
-    return Machine(options.problem, _place(options), options.workers or default)
+    return Machine(options.problem, _place(options, plan), options.workers or default)
 
 
 def _result(record: Record) -> str:
@@ -255,7 +215,7 @@ def _readable(runs: Runs) -> list[Record]:
 
 def _report(runs: Runs, out: Path | None = None) -> None:
     folder = out or runs.folder / "report"
-    say(report.write(_readable(runs), folder, runs.commands()))
+    say(report.write([*_readable(runs), *runs.cut().values()], folder, runs.commands()))
     say(
         f"\nPage: {folder / 'index.html'}\nReport: {folder / 'report.md'}, with its plots beside it"
     )

@@ -1,5 +1,6 @@
 """The values that a search tries: an infinite grid, ranges of it, and how they grow. Pure."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,9 +49,14 @@ def parse_grid(text: str) -> Grid:
     """`1,2.5,5`, mantissas of powers of ten, or `powers-of-2`."""
     if text == "powers-of-2":
         return Grid((1.0,), 2)
-    mantissas = tuple(_number(part, "grid") for part in text.split(","))
-    if sorted(set(mantissas)) != list(mantissas) or mantissas[0] < 1 or mantissas[-1] >= 10:
-        raise StudyError(f"grid {text!r} must rise within [1, 10); use 1,2.5,5 or powers-of-2")
+    remedy = "use 1,2.5,5 (times powers of ten) or powers-of-2"
+    try:
+        mantissas = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise StudyError(f"--grid {text!r} is not a list of numbers; {remedy}") from None
+    rising = all(low < high for low, high in itertools.pairwise(mantissas))
+    if not rising or not mantissas[0] >= 1 or not mantissas[-1] < 10:
+        raise StudyError(f"--grid {text!r} must rise within [1, 10); {remedy}")
     return Grid(mantissas)
 
 
@@ -91,6 +97,11 @@ def next_value(
         beyond = sum(value > max(first) for value in tried)
         return _usable(grid.above(high)) if beyond < limit else None
     return None
+
+
+def growing_ends(values: Sequence[float]) -> int:
+    """At how many ends a grid grows if the best value is there: not beyond 0, nor a lone value."""
+    return 0 if len(values) < 2 else 2 - (min(values) == 0)
 
 
 def _usable(value: float) -> float | None:

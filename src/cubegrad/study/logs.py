@@ -1,48 +1,53 @@
-"""A run's log, one line per epoch, for people who wait for a run or wonder about it.
+"""A text file per run, RUNS_DIR/logs/METHOD-...-KEY.log: its settings, then a line per epoch.
 
-It is written beside the run's checkpoint, and moved to RUNS_DIR/logs once the run is recorded. The
-record has all of its numbers, so a log that cannot be written stops nothing.
+The record has all of its numbers, so a log that cannot be written stops nothing.
 """
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cubegrad.study.records import Settings
+from cubegrad.study.records import Settings
 
 
-def add(checkpoint: Path | None, text: str) -> None:
-    """Add a line to the log of the run with this checkpoint, if it has one."""
-    if checkpoint is None:
-        return
-    with contextlib.suppress(OSError):
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        with checkpoint.with_suffix(".log").open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z} {text}\n")
+class Log:
+    """Follows one run; lines are written as the epochs end, so `tail -f` shows them."""
+
+    def __init__(self, folder: Path | None, settings: Settings) -> None:
+        """Without a folder nothing is written."""
+        self.settings = settings
+        self.path = None if folder is None else folder / f"{name(settings)}.log"
+
+    def begin(self, epoch: int) -> None:
+        if epoch:
+            self._write(f"resumed after epoch {epoch}")
+        else:
+            values = (f"{name} {value}" for name, value in asdict(self.settings).items())
+            self._write(", ".join(values), mode="w")
+
+    def epoch(self, curve: Mapping[str, Sequence[float | None]], number: int, time: float) -> None:
+        """The values of the last epoch; `number` is how many there have been."""
+        values = (
+            f"{name} {'not finite' if values[-1] is None else f'{values[-1]:.6g}'}"
+            for name, values in curve.items()
+            if len(values) == number  # after a loss that is not finite nothing is evaluated
+        )
+        self._write(f"epoch {number}/{self.settings.epochs}: {', '.join(values)}; {time:.1f} s")
+
+    def end(self, status: str) -> None:
+        self._write(status)
+
+    def _write(self, line: str, mode: str = "a") -> None:
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(f"{line}\n")
 
 
-def epoch_line(curve: Mapping[str, Sequence[float | None]], epochs: int, seconds: float) -> str:
-    """The last epoch of a run."""
-    last = {name: values[-1] for name, values in curve.items() if values}
-    values = (f"{name} {'not finite' if v is None else f'{v:.6g}'}" for name, v in last.items())
-    return f"epoch {len(curve['train_loss'])}/{epochs}: {', '.join(values)}; {seconds:.1f} s"
-
-
-def keep(checkpoint: Path, settings: "Settings") -> None:
-    """Move the log of a recorded run to where a person would look for it."""
-    target = checkpoint.parent.parent / "logs" / f"{name(settings)}.log"
-    with contextlib.suppress(OSError):
-        source = checkpoint.with_suffix(".log")
-        if source.exists():
-            target.parent.mkdir(exist_ok=True)
-            source.replace(target)
-
-
-def name(settings: "Settings") -> str:
+def name(settings: Settings) -> str:
     """A file name for a run that a person can read; a record may name any method."""
     s = settings
     text = f"{s.method}-lr{s.lr:g}-decay{s.decay:g}-seed{s.seed}-{s.key}"

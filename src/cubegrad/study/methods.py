@@ -146,7 +146,10 @@ class Entry:
 
     def lrs(self, preset: Preset) -> tuple[float, float]:
         """The range of the first grid; under a/√(i+b) scaled to the same rate at the first step."""
-        low, high = preset.lrs.get(self.method, METHODS[self.method].lrs)
+        own = preset.lrs.get(self.method)
+        if own is None and self.method == "adamw":  # a first step of the same size
+            own = preset.lrs.get("adam")
+        low, high = own or METHODS[self.method].lrs
         name, _, b = self.schedule.partition(":")
         scale = math.sqrt(float(b)) if name == "sqrt" else 1.0
         return low * scale, high * scale

@@ -8,7 +8,7 @@ import sysconfig
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import cubegrad
 from cubegrad.study import catalogue, train
 from cubegrad.study.files import writing
 from cubegrad.study.problem import Problem, Setup, StudyError
-from cubegrad.study.records import Record, Settings
+from cubegrad.study.records import Record
+from cubegrad.study.workers import Job
 
 MARKER = "mark.tmp"  # `Runs.repair` deletes *.tmp after a kill
 
@@ -28,9 +29,8 @@ class Order:
     """One run for a node."""
 
     problem: str
-    settings: Settings
+    job: Job
     place: train.Place
-    checkpoint: Path
     marker: str  # content of the file MARKER beside the checkpoint, if the folder is shared
     version: str = cubegrad.__version__
 
@@ -54,20 +54,22 @@ def epoch_counter() -> type:
 
 def work(order: Order, counter: Any) -> Record | str:
     """Train on this node. Returns the record, or the message of an error that the user can fix."""
-    settings, passed, last_report = order.settings, 0, time.monotonic()
+    job, passed, last_report = order.job, 0, time.monotonic()
 
     def tick() -> None:
         nonlocal passed, last_report
         passed += 1
         if time.monotonic() - last_report >= 1:  # epochs of milliseconds would flood the actor
             last_report = time.monotonic()
-            counter.at.remote(settings.key, passed)
+            counter.at.remote(job.settings.key, passed)
 
     try:
-        problem = find(order.problem, order.version, settings.device)
+        problem = find(order.problem, order.version, job.settings.device)
         # A run restarted on another node can resume only if the folder is shared.
-        checkpoint = order.checkpoint if is_shared(order.checkpoint.parent, order.marker) else None
-        return train.run(problem, settings, order.place, checkpoint, tick)
+        shared = is_shared(job.checkpoint.parent, order.marker)
+        checkpoint = job.checkpoint if shared else None
+        place = order.place if shared else replace(order.place, logs=None)
+        return train.run(problem, job.settings, place, checkpoint, tick, job.since, job.until)
     except StudyError as error:
         return str(error)
     except torch.OutOfMemoryError:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from cubegrad.study.dog import DoG
-from cubegrad.study.problem import StudyError, Task, optional
+from cubegrad.study.problem import StudyError, Task, missing, optional
 
 NORM_BATCHES = 50  # as in schedulefree's README
 
@@ -46,7 +46,7 @@ def dog(
 
 def check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise StudyError(f"{package} is missing; pip install 'cubegrad[peers]'")
+        raise StudyError(missing(package, "peers"))
 
 
 def estimated_lr(optimizer: Optimizer) -> float:

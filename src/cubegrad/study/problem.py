@@ -35,6 +35,12 @@ from torch.optim import Optimizer
 Split = Literal["train", "valid", "test"]
 
 
+PAPER_METHODS = ("madgrad", "sgd", "adam", "adagrad")
+DEFAULT_METHODS = ("madgrad", "sgd", "adam", "adamw", "adagrad")
+# AdamW multiplies its decay by the learning rate, so it takes larger ones; 0.01 is torch's default.
+OWN_DECAYS: Mapping[str, tuple[float, ...]] = {"adamw": (0.0, 0.01)}
+
+
 class StudyError(Exception):
     """An error that the user can fix. Its message is one line: what is wrong, and the remedy."""
 
@@ -60,7 +66,12 @@ def optional(module: str, extra: str = "problems") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise StudyError(f"{error.name} is missing; pip install 'cubegrad[{extra}]'") from None
+        raise StudyError(missing(str(error.name), extra)) from None
+
+
+def missing(package: str, extra: str) -> str:
+    """The message for a package that is not installed: cubegrad is installed from its clone."""
+    return f"{package} is missing; run pip install '.[{extra}]' in your clone of cubegrad"
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,11 @@ class Preset:
     epochs: int
     batch: int
     schedule: str = "flat"  # see cubegrad.study.schedules
-    methods: tuple[str, ...] = ("madgrad", "sgd", "adam", "adagrad")
+    methods: tuple[str, ...] = DEFAULT_METHODS
     seeds: int = 5  # for each method's best setting
     decays: tuple[float, ...] = (0.0,)
+    # By method, instead of `decays`.
+    own_decays: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: dict(OWN_DECAYS))
     # By method, the range of the first grid of learning rates, which the search widens as needed.
     lrs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     grid: str = "1,2.5,5"
@@ -85,12 +98,14 @@ class Preset:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise StudyError(f"{name}={value!r} of a Preset must be an int >= 1; use 1")
-        numbers = [*self.decays, *itertools.chain(*self.lrs.values())]
+        by_method = [*self.own_decays.values(), *self.lrs.values()]
+        numbers = [*self.decays, *itertools.chain(*by_method)]
         wrong = [x for x in numbers if not isinstance(x, (int, float)) or not 0 <= x < math.inf]
-        if wrong or not self.decays:
+        if wrong or not self.decays or not all(by_method):
             raise StudyError(
-                f"decays={self.decays!r} and lrs={dict(self.lrs)!r} of a Preset must be "
-                "finite floats >= 0, and at least one decay; use (0.0,)"
+                f"decays={self.decays!r}, own_decays={dict(self.own_decays)!r} and "
+                f"lrs={dict(self.lrs)!r} of a Preset must be finite floats >= 0, and at least one "
+                "decay; use (0.0,)"
             )
 
 

@@ -22,6 +22,7 @@ class Progress:
         self.stream = stream or sys.stderr
         self.every = every
         self.runs = self.total_runs = self.passed = self.total = 0
+        self.expected_runs = self.expected = 0
         self.start = self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and epochs of the first update
         terminal = self.stream.isatty()
@@ -30,8 +31,21 @@ class Progress:
     def add(self, runs: int, epochs: int) -> None:
         self.total_runs += runs
         self.total += epochs
+        self._show_total()
+
+    def expect(self, runs: int, epochs: int) -> None:
+        """How many there will be in the end, if no more than these are added."""
+        self.expected_runs, self.expected = runs, epochs
+        self._show_total()
+
+    @property
+    def ends_at(self) -> tuple[int, int]:
+        """Runs and epochs in the end: those added, or those expected if they are more."""
+        return max(self.total_runs, self.expected_runs), max(self.total, self.expected)
+
+    def _show_total(self) -> None:
         if self.bar is not None:
-            self.bar.total = self.total
+            self.bar.total = self.ends_at[1]
             self.bar.refresh()
 
     def epochs(self, count: int) -> None:
@@ -50,9 +64,10 @@ class Progress:
         # Measured from the first epochs: before them the workers start, which happens once.
         begun, done = self.first or (now, self.passed)
         rate = (self.passed - done) / (now - begun) if self.passed > done and now > begun else 0
-        left = f"about {duration((self.total - self.passed) / rate)}" if rate else "unknown time"
+        runs, total = self.ends_at
+        left = f"about {duration((total - self.passed) / rate)}" if rate else "unknown time"
         return (
-            f"{self.runs}/{self.total_runs} runs, {self.passed}/{self.total} epochs, "
+            f"{self.runs}/{runs} runs, {self.passed}/{total} epochs, "
             f"{duration(now - self.start)} gone, {left} left"
         )
 
@@ -62,7 +77,7 @@ class Progress:
             value = record.last(metric)
             result = "diverged" if value is None else f"{metric} {value:.4g}"
             self.bar.set_description(
-                f"{self.runs}/{self.total_runs} runs, {record.settings.method}"
+                f"{self.runs}/{self.ends_at[0]} runs, {record.settings.method}"
             )
             self.bar.set_postfix_str(result)
 

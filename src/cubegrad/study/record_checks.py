@@ -15,7 +15,7 @@ ABOUT = {"description": str, "metric": str, "higher_is_better": bool, "unit": st
 def check(record: "Record") -> None:
     """Raises ValueError for a record that a report could not use as it is."""
     _check_settings(record.settings)
-    if record.status not in ("finished", "diverged"):
+    if record.status not in ("finished", "diverged", "cut"):
         raise ValueError(f"its status is {record.status!r}")
     if not _is(record.seconds, float) or not isinstance(record.machine, dict):
         raise ValueError(f"its seconds are {record.seconds!r}, its machine {record.machine!r}")

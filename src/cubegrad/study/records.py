@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import cubegrad
-from cubegrad.study import checkpoints, logs, record_checks
+from cubegrad.study import checkpoints, record_checks
 from cubegrad.study.files import append, replacing, writing
 from cubegrad.study.problem import StudyError
 
@@ -64,7 +64,8 @@ class Settings:
 @dataclass(frozen=True)
 class Record:
     settings: Settings
-    status: str  # "finished" or "diverged"
+    # "finished", "diverged", or "cut": stopped early by a search, so no result to report.
+    status: str
     # By epoch: "train_loss", the metrics and ESTIMATED_LR; None: not finite.
     curve: dict[str, list[float | None]]
     seconds: float
@@ -74,6 +75,15 @@ class Record:
     @property
     def diverged(self) -> bool:
         return self.status == "diverged"
+
+    @property
+    def cut(self) -> bool:
+        return self.status == "cut"
+
+    @property
+    def epochs(self) -> int:
+        """How many were trained."""
+        return len(self.curve["train_loss"])
 
     def last(self, metric: str) -> float | None:
         """The metric after the last epoch; None for a run that diverged."""
@@ -121,16 +131,27 @@ class Runs:
         return self.folder / "checkpoints" / f"{settings.key}.pt"
 
     def load(self) -> tuple[dict[str, Record], list[str]]:
-        """Records by key, and what is wrong with each broken line."""
-        records: dict[str, Record] = {}
-        broken = []
+        """Records of whole runs by key, and what is wrong with each broken line."""
+        records, broken = self._parse()
+        return {record.settings.key: record for record in records if not record.cut}, broken
+
+    def cut(self) -> dict[str, Record]:
+        """By key, runs that a search has stopped early; those that went on later are not here."""
+        records, _ = self._parse()
+        whole = {record.settings.key for record in records if not record.cut}
+        longest: dict[str, Record] = {}
+        for record in sorted(records, key=lambda record: record.epochs):
+            if record.settings.key not in whole:
+                longest[record.settings.key] = record
+        return longest
+
+    def _parse(self) -> tuple[list[Record], list[str]]:
+        records, broken = [], []
         for number, line in enumerate(self._lines(), 1):
             try:
-                record = from_line(line)
+                records.append(from_line(line))
             except ValueError as error:
                 broken.append(f"{self.path} line {number} is broken ({error})")
-            else:
-                records[record.settings.key] = record
         return records, broken
 
     def repair(self) -> list[str]:
@@ -139,19 +160,20 @@ class Runs:
         Also deletes temporary files that a killed process left and the checkpoints of finished
         runs, and reports damaged checkpoints.
         """
-        lines, (records, broken) = self._lines(), self.load()
+        lines, (records, broken) = self._lines(), self._parse()
         if broken:
             moved = "".join(f"{line}\n" for line in lines if not _is_valid(line))
             append(self.folder / "records.broken", moved.encode())
             with replacing(self.path) as file:
-                file.writelines(to_line(record).encode() for record in records.values())
+                file.writelines(to_line(record).encode() for record in records)
         elif lines and not self.path.read_bytes().endswith(b"\n"):  # only the newline is missing
             append(self.path, b"\n")
         messages = [f"{line}: set aside, and its run is repeated" for line in broken]
-        return messages + self._repair_checkpoints(records)
+        return messages + self._repair_checkpoints()
 
-    def _repair_checkpoints(self, records: dict[str, Record]) -> list[str]:
+    def _repair_checkpoints(self) -> list[str]:
         messages = []
+        records, _ = self.load()
         folder = self.folder / "checkpoints"
         with writing(folder):
             self.remove_drafts()
@@ -160,9 +182,6 @@ class Runs:
                     path.unlink()
                 elif damage := checkpoints.damage(path):
                     messages.append(f"{path} is damaged ({damage}): its run starts again")
-        for path in folder.glob("*.log"):
-            if path.stem in records:
-                logs.keep(path, records[path.stem].settings)
         return messages
 
     def remove_drafts(self) -> None:
@@ -175,9 +194,12 @@ class Runs:
     def append(self, record: Record) -> None:
         record_checks.check(record)  # else each reading would reject it and repeat the run
         append(self.path, to_line(record).encode())
+        if not record.cut:  # a cut run may go on
+            self.drop_checkpoint(record.settings)
+
+    def drop_checkpoint(self, settings: Settings) -> None:
         with writing(self.folder):
-            self.checkpoint(record.settings).unlink(missing_ok=True)
-        logs.keep(self.checkpoint(record.settings), record.settings)
+            self.checkpoint(settings).unlink(missing_ok=True)
 
     def log(self, command: str) -> None:
         """Add the command to the list in the report, unless it is there."""

@@ -64,6 +64,7 @@ def _search(summary: Summary, edges: bool) -> str:
     if not summary.searched:
         return "none"
     lost = f", {summary.search_diverged} diverged" if summary.search_diverged else ""
+    lost += f", {summary.search_cut} stopped early" if summary.search_cut else ""
     at_edge = summary.at_edge if edges else ()
     edge = f", best {' and '.join(at_edge)} at the edge" if at_edge else ""
     return f"{summary.searched} runs{lost}{edge}"

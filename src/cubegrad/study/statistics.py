@@ -54,6 +54,7 @@ class Summary:
     lr_curve: list[tuple[float, float | None]] = field(default_factory=list)  # at the best decay
     searched: int = 0  # runs; 0 if only one setting was run
     search_diverged: int = 0
+    search_cut: int = 0  # stopped early by --search halving
     seeds: tuple[int, ...] = ()
     diverged: int = 0  # how many of the seeds
     at_edge: tuple[str, ...] = ()  # "lr", "decay": the best value is the first or last tried
@@ -135,17 +136,22 @@ def best(groups: dict[Setting, list[Record]], judge: Judge) -> Setting | None:
 
 
 def summarise(records: Iterable[Record], judge: Judge) -> Summary:
-    """Summarise the records of one entry."""
+    """Summarise the records of one entry. A run that was cut is no result, but was searched."""
     records = list(records)
-    entry, groups = records[0].settings.entry, searched(records)
-    only = _only_setting(groups)
+    entry, grid = records[0].settings.entry, searched(records)
+    groups = {
+        setting: members
+        for setting, members in grid.items()
+        if not any(record.cut for record in members)
+    }
+    only = _only_setting(grid)
     chosen = only or best(groups, judge)
-    tried = [record for members in groups.values() for record in members]
-    failed = sum(record.diverged for record in tried)
+    tried = [record for members in grid.values() for record in members]
+    failed, cut = sum(record.diverged for record in tried), sum(record.cut for record in tried)
     if chosen is None:
-        return Summary(entry, None, searched=len(tried), search_diverged=failed)
+        return Summary(entry, None, searched=len(tried), search_diverged=failed, search_cut=cut)
     search_keys = {record.settings.key for record in groups[chosen]}
-    members = [r for r in by_setting(records)[chosen] if not r.settings.hold_out]
+    members = [r for r in by_setting(records)[chosen] if not r.settings.hold_out and not r.cut]
     fresh = [r for r in members if r.settings.key not in search_keys] or groups[chosen]
     whole = [record for record in fresh if not record.diverged]
     names = list(whole[0].curve) if whole else []
@@ -159,9 +165,10 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
         lr_curve=lr_curve(groups, chosen[1], judge),
         searched=0 if only else len(tried),
         search_diverged=0 if only else failed,
+        search_cut=cut,
         seeds=tuple(record.settings.seed for record in fresh),
         diverged=len(fresh) - len(whole),
-        at_edge=_edges(groups, chosen),
+        at_edge=_edges(grid, chosen),
     )
 
 
@@ -171,7 +178,7 @@ def _only_setting(groups: dict[Setting, list[Record]]) -> Setting | None:
     No seed chose it, so its diverged seeds are results like the others.
     """
     members = [record for group in groups.values() for record in group]
-    finished = any(not record.diverged for record in members)
+    finished = any(record.status == "finished" for record in members)
     return next(iter(groups)) if len(groups) == 1 and finished else None
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import checkpoints, logs, methods, peers, schedules
+from cubegrad.study import checkpoints, methods, peers, schedules
+from cubegrad.study.logs import Log
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
 
@@ -28,6 +29,7 @@ class Place:
     # Seconds between checkpoints, longer if saving would take more than 5 % of the time; 0 saves
     # after each epoch, however long it takes.
     save_every: float = 10.0
+    logs: Path | None = None  # the folder for a text file per run
 
 
 @dataclass
@@ -77,8 +79,52 @@ def run(
     place: Place,
     checkpoint: Path | None = None,
     tick: Callable[[], None] = lambda: None,
+    since: int = 0,
+    until: int | None = None,
 ) -> Record:
-    """Train once. `tick` is called after each epoch, those of the checkpoint included."""
+    """Train once. `tick` is called after each epoch, those of the checkpoint included.
+
+    A run that is cut at epoch `until` leaves its checkpoint, from which a later call goes on. That
+    call gives as `since` the epochs that have been counted before.
+    """
+    task, optimizer = _prepare(problem, settings, place)
+    schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
+    state = _Run(task, optimizer, {"train_loss": []})
+    if checkpoint is not None:
+        state.load(checkpoint, settings)
+    end = min(until or settings.epochs, settings.epochs)
+    for _ in range(since, state.epoch):
+        tick()
+    start = saved = time.monotonic()
+    begun, pause = state.seconds, place.save_every
+    log = Log(place.logs, settings)
+    log.begin(state.epoch)
+    while state.epoch < end and not diverged(state.curve):
+        _epoch(problem, settings, state, schedule)
+        now = time.monotonic()
+        state.seconds = begun + now - start
+        log.epoch(state.curve, state.epoch, state.seconds)
+        if checkpoint is not None and now - saved >= pause:
+            state.save(checkpoint, settings)
+            saved = time.monotonic()
+            if place.save_every:  # saving a gigabyte takes seconds
+                pause = max(place.save_every, 20 * (saved - now))
+        if state.epoch > since:
+            tick()
+    for _ in range(max(state.epoch, since), end):
+        tick()
+    status = "diverged" if diverged(state.curve) else "finished"
+    if status == "finished" and state.epoch < settings.epochs:
+        status = "cut"
+        if checkpoint is not None:
+            state.save(checkpoint, settings)
+    log.end(status)
+    seconds = round(state.seconds, 3)
+    where = machine(torch.device(settings.device))
+    return Record(settings, status, state.curve, seconds, about(problem), where)
+
+
+def _prepare(problem: Problem, settings: Settings, place: Place) -> tuple[Task, Optimizer]:
     preset = preset_of(problem, settings)
     device = torch.device(settings.device)
     torch.set_num_threads(preset.threads)
@@ -93,32 +139,22 @@ def run(
         schedules.warms_up(settings.schedule),
         peers.has_batch_norm(task.model),
     )
-    schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
-    state = _Run(task, optimizer, {"train_loss": []})
-    if checkpoint is not None:
-        state.load(checkpoint, settings)
-        logs.add(checkpoint, f"resumed after epoch {state.epoch}" if state.epoch else "started")
-    for _ in range(state.epoch):
-        tick()
-    start = saved = time.monotonic()
-    begun, pause = state.seconds, place.save_every
-    while state.epoch < settings.epochs and not diverged(state.curve):
-        _epoch(problem, settings, state, schedule)
-        now = time.monotonic()
-        state.seconds = begun + now - start
-        logs.add(checkpoint, logs.epoch_line(state.curve, settings.epochs, state.seconds))
-        if checkpoint is not None and now - saved >= pause:
-            state.save(checkpoint, settings)
-            saved = time.monotonic()
-            if place.save_every:  # saving a gigabyte takes seconds
-                pause = max(place.save_every, 20 * (saved - now))
-        tick()
-    for _ in range(state.epoch, settings.epochs):
-        tick()
-    status = "diverged" if diverged(state.curve) else "finished"
-    logs.add(checkpoint, status)
-    seconds = round(state.seconds, 3)
-    return Record(settings, status, state.curve, seconds, about(problem), machine(device))
+    return task, optimizer
+
+
+def seconds_per_epoch(problem: Problem, settings: Settings, place: Place) -> float:
+    """Estimated from the steps of a second after the first one; without evaluation."""
+    task, optimizer = _prepare(problem, settings, place)
+    peers.begin_training(optimizer, task)
+    start, after_first = time.monotonic(), 0
+    for after_first, batch in enumerate(task.batches(0)):
+        loss = task.step(optimizer, batch) if task.step else _step(task, optimizer, batch)
+        loss.item()  # waits for the device
+        if not after_first and task.steps_per_epoch > 1:
+            start = time.monotonic()  # the first step allocates and compiles
+        elif time.monotonic() - start > 1:
+            break
+    return (time.monotonic() - start) / max(after_first, 1) * task.steps_per_epoch
 
 
 def about(problem: Problem) -> dict[str, Any]:

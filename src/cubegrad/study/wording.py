@@ -181,6 +181,11 @@ def notes(experiment: Experiment) -> list[str]:
             "A best value at the edge means that the search reached its limit (--widen): the "
             "method may do better beyond it."
         )
+    if any(summary.search_cut for summary in experiment.summaries):
+        lines.append(
+            "Runs stopped early are those that successive halving gave up (--search halving); the "
+            "choice is among the others."
+        )
     if experiment.paper:
         p = experiment.paper
         lines.append(

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,18 @@ from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.processes import cores, die_with_parent, no_interrupts
 from cubegrad.study.records import Record, Settings
 
-Job = tuple[Settings, Path]  # a run and its checkpoint
+
+class Job(NamedTuple):
+    """A run, or the part of one after epoch `since` and up to epoch `until`."""
+
+    settings: Settings
+    checkpoint: Path
+    since: int = 0
+    until: int | None = None  # None: the end
+
+    @property
+    def epochs(self) -> int:
+        return (self.until or self.settings.epochs) - self.since
 
 
 @dataclass
@@ -41,8 +52,10 @@ class Machine:
         """Yield records as runs finish; `tick` gets the number of epochs since its last call."""
         if self.workers == 1 or (len(jobs) == 1 and self._pool is None):
             problem = catalogue.find(self.problem)
-            for settings, checkpoint in jobs:
-                yield train.run(problem, settings, self.place, checkpoint, lambda: tick(1))
+            for settings, checkpoint, since, until in jobs:
+                yield train.run(
+                    problem, settings, self.place, checkpoint, lambda: tick(1), since, until
+                )
         elif jobs:
             yield from self._run_in_pool(jobs, tick)
 
@@ -106,8 +119,8 @@ def _start_worker(problem: str, place: train.Place, epochs: Any) -> None:
     _problem, _place, _epochs = catalogue.find(problem), place, epochs
 
 
-def _run_job(settings: Settings, checkpoint: Path) -> Record:
-    return train.run(_problem, settings, _place, checkpoint, _tick)
+def _run_job(settings: Settings, checkpoint: Path, since: int, until: int | None) -> Record:
+    return train.run(_problem, settings, _place, checkpoint, _tick, since, until)
 
 
 def _tick() -> None:

@@ -28,7 +28,16 @@ from cubegrad.study.data.masking import (
 )
 from cubegrad.study.data.tokens import BEGIN, PAD
 from cubegrad.study.graphs import Captured
-from cubegrad.study.problem import Preset, Problem, Setup, Split, Task, optional
+from cubegrad.study.problem import (
+    DEFAULT_METHODS,
+    PAPER_METHODS,
+    Preset,
+    Problem,
+    Setup,
+    Split,
+    Task,
+    optional,
+)
 
 TEST_SEED = 20_210_126  # of the masks for test and validation, the same for all runs
 EVALUATED_AT_ONCE = 128  # blocks
@@ -199,7 +208,7 @@ def _paper() -> Preset:
         epochs=20,
         batch=2048,  # 8 GPUs x 16 blocks x an update frequency of 16
         schedule="polynomial:10000",
-        methods=("madgrad", "sgd", "adam", "adagrad"),
+        methods=PAPER_METHODS,
         seeds=5,
         lrs={
             "madgrad": (2.5e-3, 1e-2),
@@ -231,6 +240,7 @@ def _gpu() -> Preset:
         epochs=15,
         batch=256,
         schedule="polynomial:1500",
+        methods=DEFAULT_METHODS,
         seeds=3,
         # Between the paper's and those of the tiny network of preset cpu, which are larger.
         lrs={

@@ -17,7 +17,7 @@ from cubegrad.study.data import cifar10 as data
 from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.graphs import GraphedStep, Loss
 from cubegrad.study.models.preact import STAGES_18, STAGES_152, PreActResNet
-from cubegrad.study.problem import Preset, Problem, Setup, Split, Task
+from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task
 
 SIDE = 32
 PADDING = 4
@@ -164,6 +164,7 @@ def _paper() -> Preset:
         _gpu(),
         epochs=300,
         schedule="tenthing:150-225",
+        methods=PAPER_METHODS,
         seeds=10,
         size="PreAct ResNet-152, 58,144,842 parameters",
         options={**WHOLE, "stages": STAGES_152, "bottleneck": True, "last_norm": False},

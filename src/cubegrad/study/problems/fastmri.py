@@ -20,7 +20,16 @@ from cubegrad.study.data import mr_slices
 from cubegrad.study.graphs import Captured
 from cubegrad.study.models.kspace import Slices, centre_crop, measured
 from cubegrad.study.models.varnet import VarNet
-from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task
+from cubegrad.study.problem import (
+    DEFAULT_METHODS,
+    PAPER_METHODS,
+    Preset,
+    Problem,
+    Setup,
+    Split,
+    StudyError,
+    Task,
+)
 
 ACCELERATION = 4
 OFFSET = 1
@@ -215,6 +224,7 @@ def problem() -> Problem:
         epochs=50,
         batch=8,  # the paper has 8 GPUs with one slice each
         schedule="tenthing:40",
+        methods=PAPER_METHODS,
         lrs=LRS["paper"],
         size="VarNet of 12 cascades, 12,931,532 parameters",
         options={"data": "fastmri", "judged_at_once": 8, **NETWORKS["paper"]},
@@ -224,6 +234,7 @@ def problem() -> Problem:
         paper,
         epochs=8,
         schedule="tenthing:80%",
+        methods=DEFAULT_METHODS,
         seeds=3,
         lrs=LRS["gpu"],
         size="VarNet of 6 cascades, 5,079,610 parameters",

@@ -28,7 +28,17 @@ from cubegrad.study.data.decoding import (
 from cubegrad.study.data.folders import Tree, read_tree
 from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.models.resnet import STAGES_50, ResNet
-from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
+from cubegrad.study.problem import (
+    DEFAULT_METHODS,
+    PAPER_METHODS,
+    Preset,
+    Problem,
+    Setup,
+    Split,
+    StudyError,
+    Task,
+    optional,
+)
 
 MEANS = (0.485, 0.456, 0.406)
 DEVIATIONS = (0.229, 0.224, 0.225)
@@ -211,6 +221,7 @@ def _paper() -> Preset:
         batch=256,
         # 90 is in the paper's table, though a run of 90 epochs ends before it.
         schedule="tenthing:30-60-90",
+        methods=PAPER_METHODS,
         decays=(2.5e-5, 1e-4),
         lrs={
             "madgrad": (5e-4, 2.5e-3),
@@ -228,6 +239,7 @@ def _gpu() -> Preset:
         _paper(),
         epochs=12,
         schedule="tenthing:4-8",
+        methods=DEFAULT_METHODS,
         seeds=3,
         decays=(1e-4,),
         lrs={

@@ -27,7 +27,17 @@ from cubegrad.study.data.translation import (
     prepared,
 )
 from cubegrad.study.models.lstm_attention import Translator
-from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
+from cubegrad.study.problem import (
+    DEFAULT_METHODS,
+    OWN_DECAYS,
+    Preset,
+    Problem,
+    Setup,
+    Split,
+    StudyError,
+    Task,
+    optional,
+)
 
 SMOOTHING = 0.1
 CLIP = 25.0  # fairseq's default when the paper was written
@@ -186,6 +196,7 @@ def _paper() -> Preset:
         methods=("madgrad", "sgd", "adamw", "adagrad"),  # fairseq's Adam decays as AdamW does
         seeds=10,
         decays=(0.0, 5e-6, 1e-5, 5e-2),
+        own_decays={},
         lrs={
             "madgrad": (1e-2, 5e-2),
             "sgd": (5e-1, 2.5),
@@ -208,9 +219,10 @@ def _gpu() -> Preset:
         epochs=10,
         batch=8192,
         schedule="inverse-sqrt:400",
-        methods=("madgrad", "sgd", "adam", "adagrad"),
+        methods=DEFAULT_METHODS,
         seeds=3,
         decays=(0.0,),
+        own_decays=OWN_DECAYS,
         lrs={
             "madgrad": (2.5e-2, 2.5e-1),
             "sgd": (5e-1, 2.5),
