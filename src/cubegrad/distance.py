@@ -2,7 +2,8 @@
 
 A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
 on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
-gradient the learning rate (`learning_rate`). docs/algorithm.md derives all of it.
+gradient the learning rate (`learning_rate`). Steps whose gradients have all but vanished do not
+count (`counted`). docs/algorithm.md derives all of it.
 
 `xp` brings the functions that array libraries spell differently, as in rule.py, and more:
 `xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite;
@@ -10,7 +11,8 @@ and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)
 `xp.where(c, a, b)` is a if c, else b.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cubegrad import rule
@@ -21,7 +23,7 @@ Hyper = Any
 Namespace = Any
 
 # What is kept of the estimate for a group of parameters.
-FIELDS = ("distance", "agreement", "lr", "weight_sum", "step")
+FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted")
 
 
 def step_sums(
@@ -125,6 +127,38 @@ def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
+def counted_steps(step: Scalar, uncounted: Scalar) -> Scalar:
+    """n_k: the steps that count, with this one; `uncounted` is the share that does not."""
+    return (step + 1) * (1 - uncounted)
+
+
+def counted(
+    xp: Namespace,
+    steps: Scalar,
+    old_scale: Scalar,
+    new_scale: Scalar,
+    weight_sum: Scalar,
+    weight: Scalar,
+    rounding: float = 2.0**-52,
+) -> Scalar:
+    """w_k: how much of a step counts, from 0 to 1.
+
+    The square of its gradient, in units of the mean H², follows from how ν has grown: if `weight`
+    λ_k is added to Σλ in full, H^{2/3} is `old_scale` before the step and `new_scale` after it.
+    `rounding` is the machine epsilon of these: where ν has not grown, their quotient is off by up
+    to 8 of it.
+    """
+    change = xp.quotient(old_scale, new_scale) ** 3 - 1 + 8 * rounding
+    square = 1 - xp.quotient(weight_sum, weight) * change  # g_k²/H²
+    share = square * xp.sqrt(steps)
+    return xp.where(share < 1, xp.larger(share, 0.0), 1.0)  # w_k = min(1, √n_k g_k²/H²)
+
+
+def uncounted_after(step: Scalar, steps: Scalar, share: Scalar) -> Scalar:
+    """The share of the steps that does not count, after one of which `share` does."""
+    return 1 - (steps + share) / (step + 2)  # n_{k+1} = n_k + w_k
+
+
 def advance(
     xp: Namespace,
     rows: Sequence[Sequence[Scalar]],
@@ -135,23 +169,46 @@ def advance(
 ) -> list[list[Scalar]]:
     """The estimate after a step: for each group a row as `FIELDS` names it.
 
-    Distance, lr and step are the same in all rows. Each group has its own sums from the step, its
-    factor on lr and its count of coordinates. A group whose factor has been 0 so far has no
-    weights, so it says nothing about the size of gradients.
+    Distance, lr, step and uncounted are the same in all rows. Each group has its own sums from the
+    step, its factor on lr and its count of coordinates.
     """
-    distance, _, lr, _, step = rows[0]
-    own, scales, coordinates = [], 0.0, 0
-    groups = zip(rows, sums, factors, counts, hypers, strict=True)
-    for row, (newest, _, root_sum), factor, count, h in groups:
-        weight_sum = row[3] + rule.step_weight(lr * factor, step)  # Σ λ_k
+    distance, _, lr, _, step, uncounted = rows[0]
+    steps = counted_steps(step, uncounted)
+    roots = [root_sum for _, _, root_sum in sums]
+    olds = [row[3] for row in rows]
+    weights = [rule.step_weight(lr * factor, step) for factor in factors]
+    # H^{2/3} before the step, as lr was computed from it
+    old_scale = xp.quotient(distance**1.5 * xp.sqrt(1 - uncounted), lr) ** (4 / 3)
+    new_scale, _ = _mean_scale(xp, roots, map(operator.add, olds, weights), counts)
+    share = counted(xp, steps, old_scale, new_scale, sum(olds), sum(weights))
+    weight_sums = [old + share * weight for old, weight in zip(olds, weights, strict=True)]
+    agreements = [
+        agreement(xp, h, row[1], newest)
+        for h, row, (newest, _, _) in zip(hypers, rows, sums, strict=True)
+    ]
+    product = sum(own[1] for own in sums)
+    distance = lower_bound(xp, distance, sum(agreements), product, sum(roots))
+    uncounted = uncounted_after(step, steps, share)
+    mean_scale, known = _mean_scale(xp, roots, weight_sums, counts)
+    estimated = learning_rate(distance, mean_scale) * xp.sqrt(1 - uncounted)
+    lr = xp.where(known, estimated, lr)
+    return [
+        [distance, mine, lr, weight_sum, step + 1, uncounted]
+        for mine, weight_sum in zip(agreements, weight_sums, strict=True)
+    ]
+
+
+def _mean_scale(
+    xp: Namespace, root_sums: Sequence[Scalar], weight_sums: Iterable[Scalar], counts: Sequence[int]
+) -> tuple[Scalar, Scalar]:
+    """H^{2/3} over all groups, and whether there is one; 1 if not.
+
+    A group whose factor has been 0 so far has no weights, so it says nothing about it.
+    """
+    scales, coordinates = 0.0, 0
+    for root_sum, weight_sum, count in zip(root_sums, weight_sums, counts, strict=True):
         weighted = weight_sum > 0
         scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
         scales = scales + xp.where(weighted, scale, 0.0)
         coordinates = coordinates + weighted * count
-        own.append((agreement(xp, h, row[1], newest), weight_sum))
-    total = sum(mine for mine, _ in own)
-    product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
-    distance = lower_bound(xp, distance, total, product, root_sum)
-    mean_scale = scales / (coordinates + (coordinates == 0)) + (scales == 0)
-    lr = xp.where(scales > 0, learning_rate(distance, mean_scale), lr)
-    return [[distance, mine, lr, weight_sum, step + 1] for mine, weight_sum in own]
+    return scales / (coordinates + (coordinates == 0)) + (scales == 0), scales > 0

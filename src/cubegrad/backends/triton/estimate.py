@@ -50,7 +50,7 @@ def advance_estimate(
     """
     group = tl.arange(0, GROUPS)
     real = group < n_groups
-    row, own = values + 5 * group, sums + 3 * group
+    row, own = values + 6 * group, sums + 3 * group
     newest = tl.load(own, real, 0.0)
     newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
     product = tl.sum(tl.load(own + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
@@ -63,27 +63,43 @@ def advance_estimate(
         finite = tl.load(found_inf) == 0
     if finite:
         distance, lr, k = tl.load(values), tl.load(values + 2), tl.load(values + 4)
+        uncounted = tl.load(values + 5)
         agreement = tl.load(row + 1, real, 0.0)
         if kept is not None:
             agreement *= tl.load(kept + group, real, 1.0)
         agreement += newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
         weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
-        weight_sum = tl.load(row + 3, real, 0.0) + weight  # Σ λ_i
-        weighted = weight_sum > 0
-        # Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ
-        scales = tl.sum(
-            tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0), 0
-        )
-        coordinates = tl.sum(tl.where(weighted, tl.load(counts + group, real, 0.0), 0.0), 0)
+        count = tl.load(counts + group, real, 0.0)
+        weight_sum = tl.load(row + 3, real, 0.0)  # Σ w_i λ_i
+        scale, known = mean_scale(roots, weight_sum + weight, count)
+        rate = tl.where(lr > 0, distance * tl.sqrt(distance) * tl.sqrt(1 - uncounted) / lr, 0.0)
+        change = rate * rate * rate * rate / (scale * scale * scale) - 1 + 8 * 2.0**-52
+        all_weights, total = tl.sum(weight_sum, 0), tl.sum(weight, 0)
+        square = 1 - tl.where(total > 0, all_weights / total, 0.0) * change  # g_k²/H²
+        steps = (k + 1) * (1 - uncounted)
+        share = square * tl.sqrt(steps)
+        share = tl.where(share < 1, tl.where(share > 0, share, 0.0), 1.0)  # w_k
+        uncounted = 1 - (steps + share) / (k + 2)
+        weight_sum += share * weight
+        scale, known = mean_scale(roots, weight_sum, count)
         bound = tl.where(norm > 0, tl.sum(agreement, 0) / norm, 0.0)
         distance = tl.where(bound > distance, bound, distance)
-        scale = tl.where(scales > 0, scales / coordinates, 1.0)  # H^{2/3}
         root = tl.sqrt(scale)
         estimated = distance * tl.sqrt(distance) / (root * tl.sqrt(root))  # γ = D^{3/2} H^{-1/2}
-        lr = tl.where(scales > 0, estimated, lr)
+        lr = tl.where(known, estimated * tl.sqrt(1 - uncounted), lr)
         every = tl.zeros((GROUPS,), tl.float64)
         tl.store(row, every + distance, real)
         tl.store(row + 1, agreement, real)
         tl.store(row + 2, every + lr, real)
         tl.store(row + 3, weight_sum, real)
         tl.store(row + 4, every + (k + 1), real)
+        tl.store(row + 5, every + uncounted, real)
+
+
+@triton.jit
+def mean_scale(roots, weight_sum, count):
+    """H^{2/3} and whether there is one: the mean of H_i^{2/3}, H_i² that of g_i² weighted by λ."""
+    weighted = weight_sum > 0
+    scales = tl.sum(tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0), 0)
+    coordinates = tl.sum(tl.where(weighted, count, 0.0), 0)
+    return tl.where(scales > 0, scales / coordinates, 1.0), scales > 0
