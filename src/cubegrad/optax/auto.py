@@ -179,9 +179,10 @@ def advance(
         weight_sum,
         distance.uncounted_after(step, steps, share),
     )
-    return Estimate(*(number.astype(zero.dtype) for number in new))
+    return Estimate(*(jnp.asarray(number, zero.dtype) for number in new))
 
 
 def _scale(mean_root: Array, weight_sum: Array) -> Array:
-    """H^{2/3}; without weights just the first argument, which is not used then."""
-    return distance.gradient_scale(mean_root, jnp.where(weight_sum > 0, weight_sum, 1.0))
+    """H^{2/3}; without weights it is not used, and must only be finite."""
+    scale: Array = distance.gradient_scale(mean_root, jnp.where(weight_sum > 0, weight_sum, 1.0))
+    return scale
