@@ -12,7 +12,8 @@ and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cubegrad import rule
@@ -23,7 +24,7 @@ Hyper = Any
 Namespace = Any
 
 # What is kept of the estimate for a group of parameters.
-FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted")
+FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted", "root_sum")
 
 
 def step_sums(
@@ -132,25 +133,14 @@ def counted_steps(step: Scalar, uncounted: Scalar) -> Scalar:
     return (step + 1) * (1 - uncounted)
 
 
-def counted(
-    xp: Namespace,
-    steps: Scalar,
-    old_scale: Scalar,
-    new_scale: Scalar,
-    weight_sum: Scalar,
-    weight: Scalar,
-    rounding: float = 2.0**-52,
-) -> Scalar:
+def counted(xp: Namespace, steps: Scalar, before: Scalar, without: Scalar, after: Scalar) -> Scalar:
     """w_k: how much of a step counts, from 0 to 1.
 
-    The square of its gradient, in units of the mean H², follows from how ν has grown: if `weight`
-    λ_k is added to Σλ in full, H^{2/3} is `old_scale` before the step and `new_scale` after it.
-    `rounding` is the machine epsilon of these: where ν has not grown, their quotient is off by up
-    to 8 of it.
+    `before` is H^{2/3} before the step. Adding λ_k to Σλ makes it `after`, and would make it
+    `without` if the gradient were 0. It stays the same if g_k² is H².
     """
-    change = xp.quotient(old_scale, new_scale) ** 3 - 1 + 8 * rounding
-    square = 1 - xp.quotient(weight_sum, weight) * change  # g_k²/H²
-    share = square * xp.sqrt(steps)
+    square = xp.quotient(after - without, before - without)  # g_k²/H²
+    share = xp.where(before > without, square * xp.sqrt(steps), 1.0)
     return xp.where(share < 1, xp.larger(share, 0.0), 1.0)  # w_k = min(1, √n_k g_k²/H²)
 
 
@@ -170,45 +160,34 @@ def advance(
     """The estimate after a step: for each group a row as `FIELDS` names it.
 
     Distance, lr, step and uncounted are the same in all rows. Each group has its own sums from the
-    step, its factor on lr and its count of coordinates.
+    step, its factor on lr and its count of coordinates. A group whose factor has been 0 so far has
+    no weights, so it says nothing about the size of gradients.
     """
-    distance, _, lr, _, step, uncounted = rows[0]
-    steps = counted_steps(step, uncounted)
-    roots = [root_sum for _, _, root_sum in sums]
-    olds = [row[3] for row in rows]
+    distance, _, lr, _, step, uncounted, _ = rows[0]
+    newest, products, roots = zip(*sums, strict=True)
+    _, agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
     weights = [rule.step_weight(lr * factor, step) for factor in factors]
-    # H^{2/3} before the step, as lr was computed from it
-    old_scale = xp.quotient(distance**1.5 * xp.sqrt(1 - uncounted), lr) ** (4 / 3)
-    new_scale, _ = _mean_scale(xp, roots, map(operator.add, olds, weights), counts)
-    share = counted(xp, steps, old_scale, new_scale, sum(olds), sum(weights))
-    weight_sums = [old + share * weight for old, weight in zip(olds, weights, strict=True)]
-    agreements = [
-        agreement(xp, h, row[1], newest)
-        for h, row, (newest, _, _) in zip(hypers, rows, sums, strict=True)
-    ]
-    product = sum(own[1] for own in sums)
-    distance = lower_bound(xp, distance, sum(agreements), product, sum(roots))
+    weight_sums = list(map(operator.add, old_weights, weights))
+    steps = counted_steps(step, uncounted)
+    before, without, after = (
+        sum(map(partial(_scale, xp), *pair))
+        for pair in ((old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums))
+    )
+    share = counted(xp, steps, before, without, after)
     uncounted = uncounted_after(step, steps, share)
-    mean_scale, known = _mean_scale(xp, roots, weight_sums, counts)
+    weight_sums = [old + share * new for old, new in zip(old_weights, weights, strict=True)]
+    agreements = list(map(partial(agreement, xp), hypers, agreements, newest))
+    distance = lower_bound(xp, distance, sum(agreements), sum(products), sum(roots))
+    scale = sum(map(partial(_scale, xp), roots, weight_sums))
+    coordinates = sum((mine > 0) * count for mine, count in zip(weight_sums, counts, strict=True))
+    mean_scale = scale / (coordinates + (coordinates == 0)) + (scale == 0)
     estimated = learning_rate(distance, mean_scale) * xp.sqrt(1 - uncounted)
-    lr = xp.where(known, estimated, lr)
-    return [
-        [distance, mine, lr, weight_sum, step + 1, uncounted]
-        for mine, weight_sum in zip(agreements, weight_sums, strict=True)
-    ]
+    lr = xp.where(scale > 0, estimated, lr)
+    own = zip(agreements, weight_sums, roots, strict=True)
+    return [[distance, mine, lr, total, step + 1, uncounted, root] for mine, total, root in own]
 
 
-def _mean_scale(
-    xp: Namespace, root_sums: Sequence[Scalar], weight_sums: Iterable[Scalar], counts: Sequence[int]
-) -> tuple[Scalar, Scalar]:
-    """H^{2/3} over all groups, and whether there is one; 1 if not.
-
-    A group whose factor has been 0 so far has no weights, so it says nothing about it.
-    """
-    scales, coordinates = 0.0, 0
-    for root_sum, weight_sum, count in zip(root_sums, weight_sums, counts, strict=True):
-        weighted = weight_sum > 0
-        scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
-        scales = scales + xp.where(weighted, scale, 0.0)
-        coordinates = coordinates + weighted * count
-    return scales / (coordinates + (coordinates == 0)) + (scales == 0), scales > 0
+def _scale(xp: Namespace, root_sum: Scalar, weight_sum: Scalar) -> Scalar:
+    """`gradient_scale` of a group, 0 if it has no weights."""
+    scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
+    return xp.where(weight_sum > 0, scale, 0.0)

@@ -140,9 +140,10 @@ class Estimate:
         if norm > 0:
             self.distance = max(self.distance, self.agreement / norm)
         new_roots, share = self.mean(roots), 1.0
-        if weight > 0 and new_roots > 0:
-            # g²/H², from the growth of ν beside that of Σλ
-            square = (1 - (old_roots / new_roots) ** 3) * (self.weight_sum + weight) / weight
+        if weight > 0 and self.weight_sum > 0:
+            # g²/H², from the growth of ∛ν beside that of ∛Σλ
+            grown = np.cbrt(1 + weight / self.weight_sum) - 1
+            square = (new_roots / old_roots - 1) / grown
             share = float(np.clip(np.sqrt(self.counted) * square, 0, 1))
         self.weight_sum += share * weight
         self.counted += share

@@ -1,4 +1,4 @@
-"""`madgrad(learning_rate="auto")`: the six numbers it keeps, and how a step updates them."""
+"""`madgrad(learning_rate="auto")`: the seven numbers it keeps, and how a step updates them."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -26,6 +26,7 @@ class Estimate(NamedTuple):
     gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
     weight_sum: Array  # Σ_{j<k} w_j λ_j
     uncounted: Array | float = 0.0  # the share of the steps that does not count
+    root_mean: Array | float = 0.0  # ∛ν_k, a mean over coordinates
 
 
 def initial_estimate() -> Estimate:
@@ -158,17 +159,18 @@ def advance(
     step = count.astype(h.lr.dtype)
     steps = distance.counted_steps(step, estimate.uncounted)
     weight = rule.step_weight(h.lr, step)
-    share = distance.counted(
-        xla,
-        steps,
-        estimate.gradient_scale,
-        _scale(root_sum / coordinates, estimate.weight_sum + weight),
-        estimate.weight_sum,
-        weight,
-        float(jnp.finfo(zero.dtype).eps),
+    old_root, root = estimate.root_mean, root_sum / coordinates
+    before, without, after = (
+        _scale(*pair)
+        for pair in (
+            (old_root, estimate.weight_sum),
+            (old_root, estimate.weight_sum + weight),
+            (root, estimate.weight_sum + weight),
+        )
     )
+    share = distance.counted(xla, steps, before, without, after)
     weight_sum = estimate.weight_sum + share * weight
-    scale = _scale(root_sum / coordinates, weight_sum)
+    scale = _scale(root, weight_sum)
     weighed = weight_sum > 0  # false while a schedule of lr_factor starts at 0
     new = Estimate(
         distance.lower_bound(xla, estimate.distance, agreement + decaying, product, root_sum),
@@ -178,6 +180,7 @@ def advance(
         jnp.where(weighed & (scale > 0) & (scale < jnp.inf), scale, estimate.gradient_scale),
         weight_sum,
         distance.uncounted_after(step, steps, share),
+        root,
     )
     return Estimate(*(jnp.asarray(number, zero.dtype) for number in new))
 

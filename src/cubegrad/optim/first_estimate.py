@@ -57,7 +57,8 @@ def rows(
     begun = [row for row in held if _has_begun(row)]
     if begun:
         joining = begun[0].clone()
-        joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
+        for name in ("agreement", "weight_sum", "root_sum"):
+            joining[FIELDS.index(name)] = 0
         return torch.stack([row if _has_begun(row) else joining for row in held])
     hypers = [hyper(optimizer, group, 0.0) for group in groups]
     shared, steps = optimizer._shared, _steps_counted(optimizer)
@@ -74,7 +75,7 @@ def rows(
 
 
 def _with_all_fields(row: Tensor) -> Tensor:
-    """Older versions saved five numbers; the sixth, `uncounted`, begins at 0."""
+    """Older versions saved five numbers; the others begin at 0."""
     return functional.pad(row, (0, len(FIELDS) - len(row)))
 
 

@@ -67,18 +67,18 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
 
 def _estimate(value: Any) -> Tensor:
     row = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
-    if row.shape in ((5,), (6,)) and not row.is_complex():
-        distance, _, lr, weight_sum, step, *uncounted = row.tolist()
+    if row.shape in ((5,), (7,)) and not row.is_complex():  # older versions have five
+        distance, _, lr, weight_sum, step, uncounted, root_sum = [*row.tolist(), 0.0, 0.0][:7]
         is_count = step >= 0 and step % 1 == 0
-        is_share = all(0 <= share < 1 for share in uncounted)  # older versions have none
-        # The rate and the weights may be inf or NaN: they diverge with the run.
-        if 0 <= distance < math.inf and is_count and is_share and not (lr < 0 or weight_sum < 0):
+        # The rate and the sums may be inf or NaN: they diverge with the run.
+        negative = any(number < 0 for number in (lr, weight_sum, root_sum))
+        if 0 <= distance < math.inf and is_count and 0 <= uncounted < 1 and not negative:
             return row.to(torch.float64)
     raise ValueError(
-        f"the estimate of a param group with lr='auto' is {value!r}; it must be six numbers "
-        "(distance, agreement, lr, sum of weights, step, share of the steps that did not count), "
-        "none but the second negative, the first finite and the last below 1, as state_dict() gave "
-        "them"
+        f"the estimate of a param group with lr='auto' is {value!r}; it must be seven numbers "
+        "(distance, agreement, lr, sum of weights, step, share of the steps that did not count, sum "
+        "of roots), none but the second negative, the first finite and the share below 1, as "
+        "state_dict() gave them"
     )
 
 

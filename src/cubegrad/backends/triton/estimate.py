@@ -50,7 +50,7 @@ def advance_estimate(
     """
     group = tl.arange(0, GROUPS)
     real = group < n_groups
-    row, own = values + 6 * group, sums + 3 * group
+    row, own = values + 7 * group, sums + 3 * group
     newest = tl.load(own, real, 0.0)
     newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
     product = tl.sum(tl.load(own + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
@@ -71,22 +71,26 @@ def advance_estimate(
         weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
         count = tl.load(counts + group, real, 0.0)
         weight_sum = tl.load(row + 3, real, 0.0)  # Σ w_i λ_i
-        scale, known = mean_scale(roots, weight_sum + weight, count)
-        rate = tl.where(lr > 0, distance * tl.sqrt(distance) * tl.sqrt(1 - uncounted) / lr, 0.0)
-        change = rate * rate * rate * rate / (scale * scale * scale) - 1 + 8 * 2.0**-52
-        all_weights, total = tl.sum(weight_sum, 0), tl.sum(weight, 0)
-        square = 1 - tl.where(total > 0, all_weights / total, 0.0) * change  # g_k²/H²
+        old_roots = tl.load(row + 6, real, 0.0)
+        before = group_scales(old_roots, weight_sum)
+        after = group_scales(roots, weight_sum + weight)
+        without = group_scales(old_roots, weight_sum + weight)
+        before, after, without = tl.sum(before, 0), tl.sum(after, 0), tl.sum(without, 0)
         steps = (k + 1) * (1 - uncounted)
-        share = square * tl.sqrt(steps)
-        share = tl.where(share < 1, tl.where(share > 0, share, 0.0), 1.0)  # w_k
+        share = (
+            tl.sqrt(steps) * (after - without) / tl.where(before > without, before - without, 1.0)
+        )
+        share = tl.where(share > 0, share, 0.0)
+        share = tl.where((before > without) & (share < 1), share, 1.0)  # w_k = min(1, √n_k g_k²/H²)
         uncounted = 1 - (steps + share) / (k + 2)
         weight_sum += share * weight
-        scale, known = mean_scale(roots, weight_sum, count)
+        scales = tl.sum(group_scales(roots, weight_sum), 0)
+        coordinates = tl.sum(tl.where(weight_sum > 0, count, 0.0), 0)
         bound = tl.where(norm > 0, tl.sum(agreement, 0) / norm, 0.0)
         distance = tl.where(bound > distance, bound, distance)
-        root = tl.sqrt(scale)
+        root = tl.sqrt(tl.where(scales > 0, scales / coordinates, 1.0))  # √H^{2/3}
         estimated = distance * tl.sqrt(distance) / (root * tl.sqrt(root))  # γ = D^{3/2} H^{-1/2}
-        lr = tl.where(known, estimated * tl.sqrt(1 - uncounted), lr)
+        lr = tl.where(scales > 0, estimated * tl.sqrt(1 - uncounted), lr)
         every = tl.zeros((GROUPS,), tl.float64)
         tl.store(row, every + distance, real)
         tl.store(row + 1, agreement, real)
@@ -94,12 +98,11 @@ def advance_estimate(
         tl.store(row + 3, weight_sum, real)
         tl.store(row + 4, every + (k + 1), real)
         tl.store(row + 5, every + uncounted, real)
+        tl.store(row + 6, roots, real)
 
 
 @triton.jit
-def mean_scale(roots, weight_sum, count):
-    """H^{2/3} and whether there is one: the mean of H_i^{2/3}, H_i² that of g_i² weighted by λ."""
+def group_scales(roots, weight_sum):
+    """Σ_i H_i^{2/3} of each group, where H_i² is the mean of g_i² weighted by λ."""
     weighted = weight_sum > 0
-    scales = tl.sum(tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0), 0)
-    coordinates = tl.sum(tl.where(weighted, count, 0.0), 0)
-    return tl.where(scales > 0, scales / coordinates, 1.0), scales > 0
+    return tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0)
