@@ -165,7 +165,7 @@ def advance(
     """
     distance, _, lr, _, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)
-    _, agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
+    _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
     weights = [rule.step_weight(lr * factor, step) for factor in factors]
     weight_sums = list(map(operator.add, old_weights, weights))
     steps = counted_steps(step, uncounted)
@@ -176,7 +176,7 @@ def advance(
     share = counted(xp, steps, before, without, after)
     uncounted = uncounted_after(step, steps, share)
     weight_sums = [old + share * new for old, new in zip(old_weights, weights, strict=True)]
-    agreements = list(map(partial(agreement, xp), hypers, agreements, newest))
+    agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
     distance = lower_bound(xp, distance, sum(agreements), sum(products), sum(roots))
     scale = sum(map(partial(_scale, xp), roots, weight_sums))
     coordinates = sum((mine > 0) * count for mine, count in zip(weight_sums, counts, strict=True))

@@ -76,8 +76,8 @@ def _estimate(value: Any) -> Tensor:
             return row.to(torch.float64)
     raise ValueError(
         f"the estimate of a param group with lr='auto' is {value!r}; it must be seven numbers "
-        "(distance, agreement, lr, sum of weights, step, share of the steps that did not count, sum "
-        "of roots), none but the second negative, the first finite and the share below 1, as "
+        "(distance, agreement, lr, sum of weights, step, share of the steps that did not count, "
+        "sum of roots), none but the second negative, the first finite and the share below 1, as "
         "state_dict() gave them"
     )
 
