@@ -53,6 +53,21 @@ def test_a_converged_run_does_not_jump(loss, start, wide, factor):
         assert state.estimate.uncounted > 0.9
 
 
+@pytest.mark.parametrize(
+    ("loss", "start", "solution"),
+    [
+        (parabola, [-1.0, 10.0, 1.0], [1.0, -1.0, 1.0]),
+        (rosenbrock, [0.0, 0.0], [1.0, 1.0]),
+    ],
+)
+def test_it_passes_what_optax_asks_of_its_own(loss, start, solution):
+    """The problems and the tolerance of optax's contrib tests."""
+    x, tx = jnp.array(start), madgrad("auto")
+    (x, _), losses = descend(tx, loss, x, tx.init(x), 10000)
+    np.testing.assert_allclose(x, solution, rtol=3e-2, atol=3e-2)
+    assert losses[-1000:].max() < 1e-6  # so the last step was not just a lucky one
+
+
 def test_a_state_of_an_older_version_goes_on():
     """Its estimate has five numbers; no step was left out."""
     x, tx = jnp.array([-1.0, 10.0, 1.0]), madgrad("auto")

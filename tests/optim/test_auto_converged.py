@@ -54,6 +54,11 @@ def uncounted(optimizer: MADGRAD) -> float:
     return share
 
 
+def counted(optimizer: MADGRAD) -> float:
+    k: float = optimizer.param_groups[0]["estimate"][4].item()
+    return (k + 1) * (1 - uncounted(optimizer))
+
+
 # When all steps counted, losses after step 2,000 reached 0.01 to 3 times the first one.
 PROBLEMS: dict[str, tuple[Slope, tuple[float, ...]]] = {
     "parabola": (parabola, (-1.0, 10.0, 1.0)),
@@ -72,6 +77,44 @@ def test_a_converged_run_does_not_jump(name: str, dtype: torch.dtype, factor: fl
     losses = descend(param, optimizer, problem, 4000)
     assert max(losses[2000:]) < 1e-6 * losses[0]  # 7e-11 at most
     assert uncounted(optimizer) > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_it_stays_for_12000_steps(dtype: torch.dtype) -> None:
+    """When all steps counted, the loss was above 1 again on 148 of them."""
+    param, optimizer = start((-1.0, 10.0, 1.0), dtype)
+    losses = descend(param, optimizer, parabola, 12000)
+    there = next(k for k, loss in enumerate(losses) if loss < 1e-3)
+    assert there < 500  # 89
+    assert max(losses[there + 200 :]) < 1e-9  # 5e-12
+    assert max(losses[-1000:]) < 1e-11  # 2e-13 in float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_group_that_converges_beside_frozen_ones_does_not_jump(dtype: torch.dtype) -> None:
+    """The frozen group's ν is larger, and must not hide that the other gradients vanish."""
+    param, _ = start((-1.0, 10.0, 1.0), dtype)
+    frozen = nn.Parameter(torch.ones(1000, dtype=dtype))
+    optimizer = MADGRAD([{"params": [param]}, {"params": [frozen]}], lr="auto")
+    frozen.grad = torch.full_like(frozen, 10.0)
+    descend(param, optimizer, parabola, 20)
+    frozen.grad = None
+    losses = descend(param, optimizer, parabola, 4000)
+    assert max(losses[2000:]) < 1e-6 * losses[0]
+    assert uncounted(optimizer) > 0.5
+
+
+def test_a_group_that_joins_makes_steps_count_again() -> None:
+    """Its gradients are much smaller than those of the group that has converged were."""
+    param, optimizer = start((-1.0, 10.0, 1.0), torch.float64)
+    descend(param, optimizer, parabola, 2000)
+    steps = counted(optimizer)
+    late = nn.Parameter(torch.ones(100, dtype=torch.float64))
+    optimizer.add_param_group({"params": [late]})
+    for k in range(1000):
+        late.grad = 1e-3 * (late.detach() + cases.randn((100,), torch.float64, k))
+        descend(param, optimizer, parabola, 1)
+    assert counted(optimizer) - steps > 900  # 1,000
 
 
 def test_a_converged_run_follows_a_target_that_moves() -> None:
