@@ -90,6 +90,22 @@ def test_it_stays_for_12000_steps(dtype: torch.dtype) -> None:
     assert max(losses[-1000:]) < 1e-11  # 2e-13 in float32
 
 
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_it_stays_with_a_state_of_codes(noise: float) -> None:
+    """Their rounding is not taken for gradients, nor does it hide them."""
+    param = nn.Parameter(cases.randn((64, 64), torch.float32, 1))
+    curvature = torch.logspace(0, 1, 64)
+    optimizer = MADGRAD([param], lr="auto", compact=True)
+    losses = []
+    for k in range(1500):
+        x = param.detach()
+        losses.append((curvature * x.square()).mean().item())
+        param.grad = 2 * curvature * x + noise * cases.randn((64, 64), torch.float32, k + 2)
+        optimizer.step()
+    assert max(losses[500:]) < (0.06 if noise else 1e-6) * losses[0]
+    assert uncounted(optimizer) == 0 if noise else uncounted(optimizer) > 0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_group_that_converges_beside_frozen_ones_does_not_jump(dtype: torch.dtype) -> None:
     """The frozen group's ν is larger, and must not hide that the other gradients vanish."""
