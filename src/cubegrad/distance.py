@@ -2,7 +2,8 @@
 
 A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
 on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
-gradient the learning rate (`learning_rate`). docs/algorithm.md derives all of it.
+gradient the learning rate (`learning_rate`). Steps whose gradients have all but vanished do not
+count (`counted`). docs/algorithm.md derives all of it.
 
 `xp` brings the functions that array libraries spell differently, as in rule.py, and more:
 `xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite;
@@ -10,7 +11,9 @@ and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)
 `xp.where(c, a, b)` is a if c, else b.
 """
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cubegrad import rule
@@ -21,7 +24,7 @@ Hyper = Any
 Namespace = Any
 
 # What is kept of the estimate for a group of parameters.
-FIELDS = ("distance", "agreement", "lr", "weight_sum", "step")
+FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted", "root_sum")
 
 
 def step_sums(
@@ -125,6 +128,27 @@ def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
+def counted_steps(step: Scalar, uncounted: Scalar) -> Scalar:
+    """n_k: the steps that count, with this one; `uncounted` is the share that does not."""
+    return (step + 1) * (1 - uncounted)
+
+
+def counted(xp: Namespace, steps: Scalar, before: Scalar, without: Scalar, after: Scalar) -> Scalar:
+    """w_k: how much of a step counts, from 0 to 1.
+
+    `before` is H^{2/3} before the step. Adding λ_k to Σλ makes it `after`, and would make it
+    `without` if the gradient were 0. It stays the same if g_k² is H².
+    """
+    square = xp.quotient(after - without, before - without)  # g_k²/H²
+    share = xp.where(before > without, square * xp.sqrt(steps), 1.0)
+    return xp.where(share < 1, xp.larger(share, 0.0), 1.0)  # w_k = min(1, √n_k g_k²/H²)
+
+
+def uncounted_after(step: Scalar, steps: Scalar, share: Scalar) -> Scalar:
+    """The share of the steps that does not count, after one of which `share` does."""
+    return 1 - (steps + share) / (step + 2)  # n_{k+1} = n_k + w_k
+
+
 def advance(
     xp: Namespace,
     rows: Sequence[Sequence[Scalar]],
@@ -135,23 +159,35 @@ def advance(
 ) -> list[list[Scalar]]:
     """The estimate after a step: for each group a row as `FIELDS` names it.
 
-    Distance, lr and step are the same in all rows. Each group has its own sums from the step, its
-    factor on lr and its count of coordinates. A group whose factor has been 0 so far has no
-    weights, so it says nothing about the size of gradients.
+    Distance, lr, step and uncounted are the same in all rows. Each group has its own sums from the
+    step, its factor on lr and its count of coordinates. A group whose factor has been 0 so far has
+    no weights, so it says nothing about the size of gradients.
     """
-    distance, _, lr, _, step = rows[0]
-    own, scales, coordinates = [], 0.0, 0
-    groups = zip(rows, sums, factors, counts, hypers, strict=True)
-    for row, (newest, _, root_sum), factor, count, h in groups:
-        weight_sum = row[3] + rule.step_weight(lr * factor, step)  # Σ λ_k
-        weighted = weight_sum > 0
-        scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
-        scales = scales + xp.where(weighted, scale, 0.0)
-        coordinates = coordinates + weighted * count
-        own.append((agreement(xp, h, row[1], newest), weight_sum))
-    total = sum(mine for mine, _ in own)
-    product, root_sum = (sum(row[column] for row in sums) for column in (1, 2))
-    distance = lower_bound(xp, distance, total, product, root_sum)
-    mean_scale = scales / (coordinates + (coordinates == 0)) + (scales == 0)
-    lr = xp.where(scales > 0, learning_rate(distance, mean_scale), lr)
-    return [[distance, mine, lr, weight_sum, step + 1] for mine, weight_sum in own]
+    distance, _, lr, _, step, uncounted, _ = rows[0]
+    newest, products, roots = zip(*sums, strict=True)
+    _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
+    weights = [rule.step_weight(lr * factor, step) for factor in factors]
+    weight_sums = list(map(operator.add, old_weights, weights))
+    steps = counted_steps(step, uncounted)
+    before, without, after = (
+        sum(map(partial(_scale, xp), *pair))
+        for pair in ((old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums))
+    )
+    share = counted(xp, steps, before, without, after)
+    uncounted = uncounted_after(step, steps, share)
+    weight_sums = [old + share * new for old, new in zip(old_weights, weights, strict=True)]
+    agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
+    distance = lower_bound(xp, distance, sum(agreements), sum(products), sum(roots))
+    scale = sum(map(partial(_scale, xp), roots, weight_sums))
+    coordinates = sum((mine > 0) * count for mine, count in zip(weight_sums, counts, strict=True))
+    mean_scale = scale / (coordinates + (coordinates == 0)) + (scale == 0)
+    estimated = learning_rate(distance, mean_scale) * xp.sqrt(1 - uncounted)
+    lr = xp.where(scale > 0, estimated, lr)
+    own = zip(agreements, weight_sums, roots, strict=True)
+    return [[distance, mine, lr, total, step + 1, uncounted, root] for mine, total, root in own]
+
+
+def _scale(xp: Namespace, root_sum: Scalar, weight_sum: Scalar) -> Scalar:
+    """`gradient_scale` of a group, 0 if it has no weights."""
+    scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
+    return xp.where(weight_sum > 0, scale, 0.0)

@@ -34,7 +34,7 @@ def sums_of(count: int, step: int) -> list[list[float]]:
 @pytest.mark.parametrize("count", [1, 3])
 def test_it_equals_the_python_function(count: int, shrink: float | None) -> None:
     hypers = [Hyper(0.0, 0.9, 1e-6, 0.0, shrink if i != 1 else None, False) for i in range(count)]
-    rows = [[1e-2, 0.0, 0.3, 0.0, 0.0] for _ in range(count)]
+    rows = [[1e-2, 0.0, 0.3, 0.0, 0.0, 0.0, 0.0] for _ in range(count)]
     factors, counts = [1.0, 0.0, 0.5][:count], COUNTS[:count]
     values, kept = on_device(rows), None
     if shrink is not None:
@@ -51,14 +51,14 @@ def test_it_equals_the_python_function(count: int, shrink: float | None) -> None
 
 
 def test_factors_of_0_leave_the_rate() -> None:
-    values, sums = on_device([[1e-2, 0.0, 0.3, 0.0, 4.0]]), on_device([[0.0, 0.0, 0.0]])
+    values, sums = on_device([[1e-2, 0.0, 0.3, 0.0, 4.0, 0.0, 0.0]]), on_device([[0.0, 0.0, 0.0]])
     triton.advance(values, sums, on_device([0.0]), None, on_device([10.0]), None)
-    assert values.tolist() == [[1e-2, 0.0, 0.3, 0.0, 5.0]]
+    assert values.tolist() == [[1e-2, 0.0, 0.3, 0.0, 5.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("overflow", [0.0, 1.0])
 def test_a_skipped_step_changes_nothing_but_the_sums(overflow: float) -> None:
-    row = [1e-2, 0.0, 0.3, 0.1, 4.0]
+    row = [1e-2, 0.0, 0.3, 0.1, 4.0, 0.0, 2.0]
     values, sums = on_device([row]), on_device([[5.0, 6.0, 7.0]])
     found_inf = torch.full((1,), overflow, device=DEVICE)
     triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), found_inf)
@@ -68,7 +68,7 @@ def test_a_skipped_step_changes_nothing_but_the_sums(overflow: float) -> None:
 
 def test_a_damaged_gradient_does_not_move_the_distance() -> None:
     nan = float("nan")
-    values, sums = on_device([[1e-2, 0.0, 0.3, 0.1, 4.0]]), on_device([[nan, nan, nan]])
+    values, sums = on_device([[1e-2, 0.0, 0.3, 0.1, 4.0, 0.0, 2.0]]), on_device([[nan, nan, nan]])
     triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), None)
     distance, _, lr, *_ = values.tolist()[0]
     assert (distance, lr) == (1e-2, 0.3)

@@ -99,7 +99,7 @@ def test_only_an_estimated_rate_has_an_estimate_in_its_state():
     marked = optax.tree_utils.tree_map_params(
         madgrad("auto"), lambda _: "buffer", state, transform_non_params=lambda _: "other"
     )
-    assert marked.estimate == Estimate(*["other"] * 5)
+    assert marked.estimate == Estimate(*["other"] * 7)
 
 
 def test_a_tree_without_parameters_has_no_rate():

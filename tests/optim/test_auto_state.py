@@ -61,6 +61,10 @@ DAMAGED = [
     torch.tensor([0.1, 0, 1, -1, 1]),
     torch.tensor([0.1, 0, 1, 1, -1]),
     torch.tensor([0.1, 0, 1, 1, 0.5]),
+    torch.tensor([0.1, 0, 1, 1, 1, -0.1, 1]),
+    torch.tensor([0.1, 0, 1, 1, 1, 1.0, 1]),
+    torch.tensor([0.1, 0, 1, 1, 1, 0, -1]),
+    torch.zeros(6),
 ]
 
 
@@ -72,7 +76,7 @@ def test_a_damaged_estimate_is_refused(estimate: Any) -> None:
     saved["param_groups"][0]["estimate"] = estimate
     with (
         cases.no_change(*run.net.parameters()),
-        pytest.raises(ValueError, match="must be five numbers"),
+        pytest.raises(ValueError, match="must be seven numbers"),
     ):
         run.optimizer.load_state_dict(saved)
     run.train(range(2, 3))

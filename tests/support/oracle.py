@@ -104,10 +104,16 @@ class Estimate:
     scale: float = 0.0
     agreement: float = 0.0
     weight_sum: float = 0.0
+    counted: float = 1.0  # n_k: 1 + Σ w_i
+
+    @property
+    def uncounted(self) -> float:
+        return 1 - self.counted / (self.runs[0].k + 1)
 
     @property
     def lr(self) -> float:
-        return float(self.distance**1.5 / np.sqrt(self.scale**1.5))
+        rate = self.distance**1.5 / np.sqrt(self.scale**1.5)
+        return float(rate * np.sqrt(self.counted / (self.runs[0].k + 1)))
 
     def mean(self, arrays: list[Array]) -> float:
         return float(sum(a.sum() for a in arrays) / sum(run.x.size for run in self.runs))
@@ -124,7 +130,7 @@ class Estimate:
         for run, g in zip(self.runs, grads, strict=True):
             loss = -g if o.maximize else g
             self.agreement += weight * float((loss * (run.x0 - run.x)).sum())
-        self.weight_sum += weight
+        old_roots = self.mean([np.cbrt(run.nu) for run in self.runs])
         for run, g in zip(self.runs, grads, strict=True):
             run.step(g, replace(o, lr=factor * lr, first_lr=lr))
         roots = [np.cbrt(run.nu) for run in self.runs]
@@ -133,8 +139,16 @@ class Estimate:
         norm = np.sqrt(product * sum(root.sum() for root in roots))
         if norm > 0:
             self.distance = max(self.distance, self.agreement / norm)
+        new_roots, share = self.mean(roots), 1.0
+        if weight > 0 and self.weight_sum > 0:
+            # g²/H², from the growth of ∛ν beside that of ∛Σλ
+            grown = np.cbrt(1 + weight / self.weight_sum) - 1
+            square = (new_roots / old_roots - 1) / grown
+            share = float(np.clip(np.sqrt(self.counted) * square, 0, 1))
+        self.weight_sum += share * weight
+        self.counted += share
         if self.weight_sum > 0:
-            self.scale = self.mean(roots) / self.weight_sum ** (1 / 3)
+            self.scale = new_roots / self.weight_sum ** (1 / 3)
 
 
 @dataclass

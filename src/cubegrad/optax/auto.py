@@ -1,4 +1,4 @@
-"""`madgrad(learning_rate="auto")`: the five numbers it keeps, and how a step updates them."""
+"""`madgrad(learning_rate="auto")`: the seven numbers it keeps, and how a step updates them."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -24,7 +24,9 @@ class Estimate(NamedTuple):
     agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩ over the parameters that do not decay
     decaying: Array  # the same over those that do: decoupled decay shrinks it
     gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
-    weight_sum: Array  # Σ_{j<k} λ_j
+    weight_sum: Array  # Σ_{j<k} w_j λ_j
+    uncounted: Array | float = 0.0  # the share of the steps that does not count
+    root_mean: Array | float = 0.0  # ∛ν_k, a mean over coordinates
 
 
 def initial_estimate() -> Estimate:
@@ -63,7 +65,8 @@ def learning_rate(estimate: Estimate) -> Array:
     """γ of the next step, without lr_factor; 0 before the first gradient."""
     started = has_started(estimate)
     scale = jnp.where(started, estimate.gradient_scale, 1.0)
-    return jnp.where(started, distance.learning_rate(estimate.distance, scale), 0.0)
+    rate = distance.learning_rate(estimate.distance, scale) * jnp.sqrt(1 - estimate.uncounted)
+    return jnp.where(started, rate, 0.0)
 
 
 def coordinates(params: Tree) -> int:
@@ -153,9 +156,22 @@ def advance(
     no_decay = h._replace(shrink=None)
     agreement = distance.agreement(xla, no_decay, estimate.agreement, newest[False])
     decaying = distance.agreement(xla, h, estimate.decaying, newest[True])
-    weight_sum = estimate.weight_sum + rule.step_weight(h.lr, count.astype(h.lr.dtype))
+    step = count.astype(h.lr.dtype)
+    steps = distance.counted_steps(step, estimate.uncounted)
+    weight = rule.step_weight(h.lr, step)
+    old_root, root = estimate.root_mean, root_sum / coordinates
+    before, without, after = (
+        _scale(*pair)
+        for pair in (
+            (old_root, estimate.weight_sum),
+            (old_root, estimate.weight_sum + weight),
+            (root, estimate.weight_sum + weight),
+        )
+    )
+    share = distance.counted(xla, steps, before, without, after)
+    weight_sum = estimate.weight_sum + share * weight
+    scale = _scale(root, weight_sum)
     weighed = weight_sum > 0  # false while a schedule of lr_factor starts at 0
-    scale = distance.gradient_scale(root_sum / coordinates, jnp.where(weighed, weight_sum, 1.0))
     new = Estimate(
         distance.lower_bound(xla, estimate.distance, agreement + decaying, product, root_sum),
         agreement,
@@ -163,5 +179,13 @@ def advance(
         # At 0 the estimate would start again, so sums that overflow or underflow are not used.
         jnp.where(weighed & (scale > 0) & (scale < jnp.inf), scale, estimate.gradient_scale),
         weight_sum,
+        distance.uncounted_after(step, steps, share),
+        root,
     )
-    return Estimate(*(v.astype(old.dtype) for v, old in zip(new, estimate, strict=True)))
+    return Estimate(*(jnp.asarray(number, zero.dtype) for number in new))
+
+
+def _scale(mean_root: Array, weight_sum: Array) -> Array:
+    """H^{2/3}; without weights it is not used, and must only be finite."""
+    scale: Array = distance.gradient_scale(mean_root, jnp.where(weight_sum > 0, weight_sum, 1.0))
+    return scale

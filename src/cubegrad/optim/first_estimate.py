@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cubegrad import distance, rule, sharding
 from cubegrad.distance import FIELDS
@@ -52,11 +53,12 @@ def rows(
 ) -> Tensor | None:
     """What the groups hold or begin with; a group that joins takes over the shared numbers."""
     groups = optimizer.param_groups
-    held = [group["estimate"].to(device, torch.float64) for group in groups]
+    held = [_with_all_fields(group["estimate"].to(device, torch.float64)) for group in groups]
     begun = [row for row in held if _has_begun(row)]
     if begun:
         joining = begun[0].clone()
-        joining[FIELDS.index("weight_sum")] = joining[FIELDS.index("agreement")] = 0
+        for name in ("agreement", "weight_sum", "root_sum"):
+            joining[FIELDS.index(name)] = 0
         return torch.stack([row if _has_begun(row) else joining for row in held])
     hypers = [hyper(optimizer, group, 0.0) for group in groups]
     shared, steps = optimizer._shared, _steps_counted(optimizer)
@@ -70,6 +72,11 @@ def rows(
     row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
     row[FIELDS.index("step")] = steps
     return row.repeat(len(groups), 1)
+
+
+def _with_all_fields(row: Tensor) -> Tensor:
+    """Older versions saved five numbers; the others begin at 0."""
+    return functional.pad(row, (0, len(FIELDS) - len(row)))
 
 
 def _steps_counted(optimizer: "BaseOptimizer") -> float:

@@ -1,5 +1,6 @@
 """A state dict checked against the parameters it is for, before anything changes."""
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -87,16 +88,18 @@ def other_method(group: Group) -> str | None:
 
 def _estimate(value: Any) -> Tensor:
     row = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
-    if row.shape == (5,) and not row.is_complex():
-        distance, _, lr, weight_sum, step = row.tolist()
+    if row.shape in ((5,), (7,)) and not row.is_complex():  # older versions have five
+        distance, _, lr, weight_sum, step, uncounted, root_sum = [*row.tolist(), 0.0, 0.0][:7]
         is_count = step >= 0 and step % 1 == 0
-        # The rate and the weights may be inf or NaN: they diverge with the run.
-        if 0 <= distance < float("inf") and is_count and not (lr < 0 or weight_sum < 0):
+        # The rate and the sums may be inf or NaN: they diverge with the run.
+        negative = any(number < 0 for number in (lr, weight_sum, root_sum))
+        if 0 <= distance < math.inf and is_count and 0 <= uncounted < 1 and not negative:
             return row.to(torch.float64)
     raise ValueError(
-        f"the estimate of a param group with lr='auto' is {value!r}; it must be five numbers "
-        "(distance, agreement, lr, sum of weights, step), none but the second negative and the "
-        "first finite, as state_dict() gave them"
+        f"the estimate of a param group with lr='auto' is {value!r}; it must be seven numbers "
+        "(distance, agreement, lr, sum of weights, step, share of the steps that did not count, "
+        "sum of roots), none but the second negative, the first finite and the share below 1, as "
+        "state_dict() gave them"
     )
 
 

@@ -50,7 +50,7 @@ def advance_estimate(
     """
     group = tl.arange(0, GROUPS)
     real = group < n_groups
-    row, own = values + 5 * group, sums + 3 * group
+    row, own = values + 7 * group, sums + 3 * group
     newest = tl.load(own, real, 0.0)
     newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
     product = tl.sum(tl.load(own + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
@@ -63,27 +63,46 @@ def advance_estimate(
         finite = tl.load(found_inf) == 0
     if finite:
         distance, lr, k = tl.load(values), tl.load(values + 2), tl.load(values + 4)
+        uncounted = tl.load(values + 5)
         agreement = tl.load(row + 1, real, 0.0)
         if kept is not None:
             agreement *= tl.load(kept + group, real, 1.0)
         agreement += newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
         weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
-        weight_sum = tl.load(row + 3, real, 0.0) + weight  # Σ λ_i
-        weighted = weight_sum > 0
-        # Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ
-        scales = tl.sum(
-            tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0), 0
+        count = tl.load(counts + group, real, 0.0)
+        weight_sum = tl.load(row + 3, real, 0.0)  # Σ w_i λ_i
+        old_roots = tl.load(row + 6, real, 0.0)
+        before = group_scales(old_roots, weight_sum)
+        after = group_scales(roots, weight_sum + weight)
+        without = group_scales(old_roots, weight_sum + weight)
+        before, after, without = tl.sum(before, 0), tl.sum(after, 0), tl.sum(without, 0)
+        steps = (k + 1) * (1 - uncounted)
+        share = (
+            tl.sqrt(steps) * (after - without) / tl.where(before > without, before - without, 1.0)
         )
-        coordinates = tl.sum(tl.where(weighted, tl.load(counts + group, real, 0.0), 0.0), 0)
+        share = tl.where(share > 0, share, 0.0)
+        share = tl.where((before > without) & (share < 1), share, 1.0)  # w_k = min(1, √n_k g_k²/H²)
+        uncounted = 1 - (steps + share) / (k + 2)
+        weight_sum += share * weight
+        scales = tl.sum(group_scales(roots, weight_sum), 0)
+        coordinates = tl.sum(tl.where(weight_sum > 0, count, 0.0), 0)
         bound = tl.where(norm > 0, tl.sum(agreement, 0) / norm, 0.0)
         distance = tl.where(bound > distance, bound, distance)
-        scale = tl.where(scales > 0, scales / coordinates, 1.0)  # H^{2/3}
-        root = tl.sqrt(scale)
+        root = tl.sqrt(tl.where(scales > 0, scales / coordinates, 1.0))  # √H^{2/3}
         estimated = distance * tl.sqrt(distance) / (root * tl.sqrt(root))  # γ = D^{3/2} H^{-1/2}
-        lr = tl.where(scales > 0, estimated, lr)
+        lr = tl.where(scales > 0, estimated * tl.sqrt(1 - uncounted), lr)
         every = tl.zeros((GROUPS,), tl.float64)
         tl.store(row, every + distance, real)
         tl.store(row + 1, agreement, real)
         tl.store(row + 2, every + lr, real)
         tl.store(row + 3, weight_sum, real)
         tl.store(row + 4, every + (k + 1), real)
+        tl.store(row + 5, every + uncounted, real)
+        tl.store(row + 6, roots, real)
+
+
+@triton.jit
+def group_scales(roots, weight_sum):
+    """Σ_i H_i^{2/3} of each group, where H_i² is the mean of g_i² weighted by λ."""
+    weighted = weight_sum > 0
+    return tl.where(weighted, roots / cbrt(tl.where(weighted, weight_sum, 1.0)), 0.0)
