@@ -6,14 +6,12 @@ which starts from trained weights, is the study's `finetune`.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cubegrad.study import Problem, Setup, Task, catalogue
+from cubegrad.study import Problem, Setup, Task
 from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.problems import digits
 
@@ -50,10 +48,3 @@ def _build_digits_long(setup: Setup) -> Task:
     step = GraphedStep(task.model, loss, setup.preset.batch) if graphed else None
     steps = PASSES * task.steps_per_epoch
     return replace(task, batches=batches, steps_per_epoch=steps, step=step)
-
-
-def prepare(problem: str, data: Path, preset_name: str, device: str) -> None:
-    """Makes the files that the runs share: tokens, and pretrained weights for `finetune`."""
-    found = catalogue.find(problem)
-    assert found.check_data is not None
-    found.check_data(Setup(found.presets[preset_name], 0, torch.device(device), data))

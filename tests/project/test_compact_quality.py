@@ -104,8 +104,9 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(("minutes", "problems"), [("0.01", "digits"), ("1", "cifar10")])
 def test_what_lacks_time_or_data_is_not_started(tmp_path, capsys, minutes, problems, monkeypatch):
     import compact_quality
+    import shared_device
 
-    monkeypatch.setattr(compact_quality.Schedule, "gone", clock(step=10))
+    monkeypatch.setattr(shared_device.Schedule, "gone", clock(step=10))
     words = ["--minutes", minutes, "--problems", problems, "--seeds", "1", "--out", str(tmp_path)]
     compact_quality.main([*words, "--data", str(tmp_path)])
     assert "not run: " in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""lr="auto" beside other learning-rate-free optimizers, and beside tuned ones, on seven problems.
+
+    PYTHONPATH=src python3 benchmarks/auto_quality.py --preset gpu --data data --out runs/peers
+    ... --problems finetune,digits --workers 8 --minutes 8
+    ... --table
+
+The methods without a learning rate run as their authors recommend (docs/study.md), with seeds 1 to
+3. Those with one are searched with seed 0, and the best setting is run with seeds 1 to 3. So call
+it twice or more, until nothing is left. Runs that are in --out are not repeated, nor are those
+whose records are in --known. With --minutes no run is started that would probably not end in time.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import shared_device
+from auto_table import table
+from compact_quality import known
+from shared_device import Job, Wanted
+
+from cubegrad.study import StudyError, catalogue, methods
+from cubegrad.study.plan import Plan
+from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.statistics import Judge
+
+FREE = ("madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog", "ldog")
+SCHEDULE_FREE = ("schedulefree-adamw", (2.5e-3, 1e-3, 5e-3))  # the first is its default
+SEEDS = (1, 2, 3)
+
+
+class Trial(NamedTuple):
+    """One problem; what is None is the preset's. `lr` is the best of MADGRAD in docs/results."""
+
+    problem: str
+    lr: float
+    adamw: tuple[float, ...]  # to be searched
+    decay: float = 0.0
+    adamw_decay: float = 0.0
+    epochs: int | None = None
+    schedule: str | None = None
+    seconds: float = 60.0  # expected for a run, beside others
+
+
+TRIALS = {
+    "gpu": (
+        Trial("digits", 0.025, (5e-3, 1e-2, 2.5e-2), seconds=10),
+        Trial("finetune", 1e-3, (2.5e-4, 5e-4, 1e-3), seconds=40),
+        Trial("cifar10", 2.5e-4, (2.5e-4, 5e-4, 1e-3), 5e-4, 0.05, 18, seconds=90),
+        Trial("bookwiki", 0.01, (1e-3, 2.5e-3, 5e-3), 0, 0, 10, "polynomial:1000", seconds=120),
+        Trial("imagenet", 2.5e-3, (5e-4, 1e-3, 2.5e-3), 1e-4, 0.05, seconds=120),
+        Trial("iwslt14", 0.05, (5e-3, 1e-2, 2.5e-2), seconds=130),
+        Trial("fastmri", 0.05, (1e-3, 2.5e-3, 5e-3), epochs=4, seconds=150),
+    ),
+    "cpu": (
+        Trial("digits", 0.025, (5e-3, 1e-2, 2.5e-2), seconds=10),
+        Trial("finetune", 0.025, (5e-3, 1e-2, 2.5e-2), seconds=20),
+        Trial("cifar10", 2.5e-3, (2.5e-3, 5e-3, 1e-2, 2.5e-2), seconds=10),
+        Trial("bookwiki", 0.025, (2.5e-3, 5e-3, 1e-2, 2.5e-2), seconds=20),
+        Trial("imagenet", 2.5e-3, (5e-4, 1e-3, 2.5e-3, 5e-3), seconds=30),
+        Trial("iwslt14", 0.25, (1e-2, 2.5e-2, 5e-2), seconds=30),
+        Trial("fastmri", 0.025, (1e-3, 2.5e-3, 5e-3, 1e-2), seconds=30),
+    ),
+}
+
+
+def settings(trial: Trial, method: str, lr: float, seed: int, preset_name: str) -> Settings:
+    problem = catalogue.find(trial.problem)
+    changes = {"epochs": trial.epochs, "schedule": trial.schedule}
+    given = {name: value for name, value in changes.items() if value}
+    preset = replace(problem.presets[preset_name], **given)
+    plan = Plan(problem, preset_name, preset, (), "cpu" if preset_name == "cpu" else "cuda")
+    decay = trial.adamw_decay if "adamw" in method else trial.decay
+    entry = methods.entry(method, preset)
+    return plan.settings(entry, (lr, decay), seed, hold_out=False)
+
+
+def wanted(
+    options: argparse.Namespace, done: dict[str, Record]
+) -> Iterator[tuple[Trial, Settings]]:
+    """What can be run now: all of the search, and what the finished searches have chosen."""
+    chosen = options.problems.split(",") if options.problems else None
+    for trial in TRIALS[options.preset]:
+        if chosen is not None and trial.problem not in chosen:
+            continue
+
+        def of(method: str, lr: float, *seeds: int, trial: Trial = trial) -> list[Settings]:
+            every = [settings(trial, method, lr, seed, options.preset) for seed in seeds]
+            return [replace(one, epochs=options.epochs or one.epochs) for one in every]
+
+        ready = [of(method, 1.0, *SEEDS) for method in FREE]
+        ready.append(of("madgrad", trial.lr, *SEEDS))
+        name, rates = SCHEDULE_FREE
+        ready.append(of(name, rates[0], *SEEDS))
+        for method, lrs in ((name, rates), ("adamw", trial.adamw)):
+            search = [one for lr in lrs for one in of(method, lr, 0)]
+            ready.append(search)
+            best = best_lr([done.get(one.key) for one in search])
+            if best is not None:
+                ready.append(of(method, best, *SEEDS))
+        for each in ready:
+            yield from ((trial, one) for one in each)
+
+
+def best_lr(records: Sequence[Record | None]) -> float | None:
+    """None before all of the search is done, and if all of it diverged."""
+    if any(record is None for record in records):
+        return None
+    found = [record for record in records if record is not None and record.status == "finished"]
+    if not found:
+        return None
+    judge = Judge(found[0].about["metric"], found[0].about["higher_is_better"])
+    return max(found, key=lambda record: judge.score([record])).settings.lr
+
+
+def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
+    done, elsewhere, todo = runs.load()[0], known(options.known), []
+    for trial, one in wanted(options, done | elsewhere):
+        if one.key in elsewhere and one.key not in done:
+            runs.append(elsewhere[one.key])
+        elif one.key not in done:
+            todo.append(Wanted(trial.problem, one, trial.seconds))
+    unique = {item.settings.key: item for item in todo}
+    return shared_device.jobs(unique.values(), options.data, runs)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    return shared_device.parser(
+        (__doc__ or "").splitlines()[0], tuple(TRIALS), "runs/peers"
+    ).parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    shared_device.run_and_print(parse(words), jobs, table)
+
+
+if __name__ == "__main__":
+    import auto_quality  # by the name that workers import, so that it is loaded only once
+
+    try:
+        auto_quality.main()
+    except StudyError as error:
+        sys.exit(str(error))

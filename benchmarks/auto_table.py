@@ -1,0 +1,134 @@
+"""Records of auto_quality.py -> a table of methods by problems, and how lr="auto" stands in it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from cubegrad.study import statistics
+from cubegrad.study.records import Record
+from cubegrad.study.statistics import Estimate
+from cubegrad.study.wording import number
+
+OURS = ("madgrad-auto", "madgrad-auto-compact")
+FREE = (*OURS, "prodigy", "dadapt-adam", "dog", "ldog", "schedulefree-adamw")
+COLUMNS = {
+    "madgrad-auto": 'MADGRAD, `lr="auto"`',
+    "madgrad-auto-compact": "the same, compact",
+    "prodigy": "Prodigy",
+    "dadapt-adam": "D-Adapt Adam",
+    "dog": "DoG",
+    "ldog": "L-DoG",
+    "schedulefree-adamw": "schedule-free AdamW, its default",
+    "schedulefree-adamw, tuned": "schedule-free AdamW, best of 3",
+    "adamw": "AdamW, best of a search",
+    "madgrad": "MADGRAD, best lr",
+}
+DEFAULT = 2.5e-3  # of schedule-free AdamW
+CLOSE = {"%": 0.3, "bits": 0.01}  # to the best fixed lr; other units relative to it
+CLOSE_SHARE = 0.003
+
+
+class Result(NamedTuple):
+    """What the methods reached on one problem."""
+
+    problem: str
+    about: dict[str, Any]
+    reached: dict[str, Estimate]  # by column
+    lrs: dict[str, float]
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.about["higher_is_better"] else -1
+
+    def behind(self, column: str, other: str) -> float:
+        """By how much a column is worse than another; negative if it is better."""
+        return self.sign * (self.reached[other].mean - self.reached[column].mean)
+
+    def best(self, columns: Iterable[str]) -> str:
+        there = [column for column in columns if column in self.reached]
+        return max(there, key=lambda column: self.sign * self.reached[column].mean)
+
+
+def results(records: Iterable[Record]) -> list[Result]:
+    """Of the seeds from 1 on; seed 0 has chosen the learning rates."""
+    runs: dict[str, dict[tuple[str, float], list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.settings.seed > 0:
+            one = record.settings
+            runs[f"{one.problem}, {one.preset}"][one.method, one.lr].append(record)
+    return [_result(problem, settings) for problem, settings in runs.items()]
+
+
+def _result(problem: str, settings: dict[tuple[str, float], list[Record]]) -> Result:
+    about = next(iter(settings.values()))[0].about
+    reached, lrs = dict[str, Estimate](), dict[str, float]()
+    for (method, lr), runs in settings.items():
+        values = [run.last(about["metric"]) for run in runs]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            known = [-math.inf if about["higher_is_better"] else math.inf]  # one has diverged
+        found = statistics.estimate(known)
+        names = [method]
+        if method == "schedulefree-adamw":
+            alone = sum(other == method for other, _ in settings) == 1
+            names = [method] if lr == DEFAULT else []
+            names += [f"{method}, tuned"] if lr != DEFAULT or alone else []
+        for name in names:
+            reached[name], lrs[name] = found, lr
+    return Result(problem, about, reached, lrs)
+
+
+def table(records: Iterable[Record]) -> str:
+    """A row per method, a column per problem; the best method without a learning rate is bold."""
+    found = results(records)
+    heads = ["", *(f"{one.problem}: {_metric(one)}" for one in found)]
+    lines = [heads, ["---", *["---:"] * len(found)]]
+    for column, label in COLUMNS.items():
+        lines.append([label, *(_cell(one, column) for one in found)])
+    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([body, "", *standing(found)])
+
+
+def _metric(one: Result) -> str:
+    unit = one.about["unit"]
+    return f"{one.about['metric']}{', ' if unit else ''}{unit}"
+
+
+def _cell(one: Result, column: str) -> str:
+    if column not in one.reached:
+        return "–"
+    result = one.reached[column]
+    if math.isinf(result.mean):
+        return "diverged"
+    text = number(result, one.about["unit"])
+    lr = f" (lr {one.lrs[column]:g})" if one.lrs[column] != 1 else ""
+    return (f"**{text}**" if column == one.best(FREE) else text) + lr
+
+
+def standing(found: list[Result]) -> list[str]:
+    """What the issue of learning-rate-free training comes down to, in sentences."""
+    lines = []
+    for column in OURS:
+        here = [one for one in found if column in one.reached]
+        others = [name for name in FREE if name not in OURS]
+        rivals = [(one, one.best(others)) for one in here if set(others) & set(one.reached)]
+        ahead = sum(one.behind(column, rival) <= 0 for one, rival in rivals)
+        share = {
+            one.problem: one.behind(column, rival) / abs(one.reached[rival].mean)
+            for one, rival in rivals
+        }
+        worst = max(share, key=lambda name: share[name], default="")
+        fixed = [one for one in here if "madgrad" in one.reached]
+        close = sum(one.behind(column, "madgrad") <= _close(one) for one in fixed)
+        lines.append(
+            f"- {COLUMNS[column]}: the best without a learning rate on {ahead} of {len(rivals)}"
+            + (f"; at worst {100 * share[worst]:+.1f} % behind ({worst})" if worst else "")
+            + f"; within 0.3 % or 0.01 bits of the best fixed lr on {close} of {len(fixed)}."
+        )
+    return lines
+
+
+def _close(one: Result) -> float:
+    share = CLOSE_SHARE * abs(one.reached["madgrad"].mean)
+    return CLOSE.get(one.about["unit"], share)

@@ -1,0 +1,195 @@
+"""Runs that share one device: each as soon as a process and its data are there, none too late."""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cubegrad.study import Setup, StudyError, catalogue, train
+from cubegrad.study.processes import die_with_parent, no_interrupts
+from cubegrad.study.progress import duration
+from cubegrad.study.records import Record, Runs, Settings
+
+FOLDERS = {  # which a problem's data is in; its runs wait for it
+    "cifar10": "cifar-10-batches-bin",
+    "imagenet": "imagenet",
+    "fastmri": "mr-slices",
+    "iwslt14": "tatoeba",
+    "bookwiki": "novels",
+    "finetune": "wikitext-2",
+}
+# What makes the files that all runs of a problem share, how long it takes, and what comes first, if
+# that is to be made too.
+SHARED = {"bookwiki": ("tokens", 60, ""), "finetune": ("pretraining", 120, "tokens")}
+
+
+class Job(NamedTuple):
+    """Something for a worker process to do."""
+
+    name: str
+    call: Callable[[], Record | None]
+    seconds: float
+    after: str = ""  # the name of the job whose files it reads
+    folder: Path | None = None  # without which it cannot run
+
+
+class Wanted(NamedTuple):
+    """A run of the study."""
+
+    problem: str  # as the catalogue has it
+    settings: Settings
+    seconds: float  # expected, beside others
+
+
+def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
+    """Runs as jobs, after those that make the files which they share."""
+    place, todo, first = train.Place(data, save_every=60.0), [], dict[str, Job]()
+    for problem, one, seconds in wanted:
+        call = partial(_train, problem, one, place, runs.checkpoint(one))
+        name = f"{one.problem} {one.method} {one.lr:g} seed {one.seed}"
+        folder = data / FOLDERS[problem] if problem in FOLDERS else None
+        shared, longest, before = SHARED.get(problem, ("", 0, ""))
+        if shared:
+            make = partial(_prepare, problem, data, one.preset, one.device)
+            first[shared] = Job(shared, make, longest, before, data / "novels")
+        todo.append(Job(name, call, seconds, shared, folder))
+    return [*first.values(), *todo]
+
+
+def _train(problem: str, one: Settings, place: train.Place, checkpoint: Path) -> Record:
+    return train.run(catalogue.find(problem), one, place, checkpoint)
+
+
+def _prepare(problem: str, data: Path, preset: str, device: str) -> None:
+    """Makes the files that the runs share: tokens, and pretrained weights for `finetune`."""
+    found = catalogue.find(problem)
+    assert found.check_data is not None
+    found.check_data(Setup(found.presets[preset], 0, torch.device(device), data))
+
+
+class Schedule:
+    """Runs jobs in their order, each as soon as a process and its data are there."""
+
+    def __init__(self, todo: Sequence[Job], workers: int, seconds: float, runs: Runs) -> None:
+        self.waiting, self.workers, self.seconds, self.runs = list(todo), workers, seconds, runs
+        self.start = time.monotonic()
+        self.running: dict[Future[Record | None], tuple[Job, float]] = {}
+        self.failed: list[str] = []
+        # Not fork: CUDA does not survive it.
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(workers, context, die_with_parent)
+
+    def gone(self) -> float:
+        return time.monotonic() - self.start
+
+    def say(self, text: str) -> None:
+        print(f"{duration(self.gone())} {text}", file=sys.stderr, flush=True)
+
+    def next(self) -> Job | None:
+        open_names = {job.name for job in self.waiting}
+        open_names |= {job.name for job, _ in self.running.values()}
+        for job in self.waiting:
+            here = job.folder is None or job.folder.exists()
+            if here and job.after not in open_names and self.fits(job):
+                return job
+        return None
+
+    def fits(self, job: Job) -> bool:
+        return self.gone() + job.seconds <= self.seconds
+
+    def data_may_come(self) -> bool:
+        """Whether a run waits for its data only, which may still be unpacked."""
+        return self.seconds < float("inf") and any(
+            job.folder is not None and not job.folder.exists() and self.fits(job)
+            for job in self.waiting
+        )
+
+    def run(self) -> None:
+        said = 0.0
+        while self.gone() < self.seconds:
+            while len(self.running) < self.workers and (job := self.next()):
+                self.waiting.remove(job)
+                with no_interrupts():
+                    self.running[self.pool.submit(job.call)] = job, self.gone()
+                self.say(f"start {job.name}, about {duration(job.seconds)}")
+            if not self.running and not self.data_may_come():
+                break
+            if not self.running:
+                time.sleep(1.0)
+            done, _ = wait(self.running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in done:
+                self.finish(future)
+            if self.gone() - said > 20:
+                said = self.gone()
+                names = ", ".join(job.name for job, _ in self.running.values())
+                self.say(f"{len(self.waiting)} wait; now {names}")
+
+    def finish(self, future: Future[Record | None]) -> None:
+        job, begun = self.running.pop(future)
+        took = duration(self.gone() - begun)
+        try:
+            record = future.result()
+        except Exception as error:  # the other runs go on
+            self.failed.append(job.name)
+            self.waiting = [one for one in self.waiting if one.after != job.name]
+            self.say(f"FAILED {job.name} after {took}: {type(error).__name__}: {error}")
+            return
+        if record is not None:
+            self.runs.append(record)
+        result = "" if record is None else f": {record.last(record.about['metric'])}"
+        self.say(f"done {job.name} in {took}{result}")
+
+    def close(self) -> None:
+        """Stop at once. Checkpoints stay."""
+        left = [job.name for job, _ in self.running.values()] + [job.name for job in self.waiting]
+        if left:
+            self.say(f"not run: {', '.join(left)}")
+        processes = list((self.pool._processes or {}).values())
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+
+
+def parser(description: str, presets: Sequence[str], out: str) -> argparse.ArgumentParser:
+    """The options that these scripts have in common."""
+    parser = argparse.ArgumentParser(description=description)
+    add: Any = parser.add_argument
+    add("--preset", default="cpu", choices=tuple(presets))
+    add("--problems", metavar="A,B", help="all, unless given")
+    add("--epochs", type=int, help="overrides each problem's, for a quick try")
+    add("--data", type=Path, default=Path("data"))
+    add("--out", type=Path, default=Path(out))
+    add("--known", type=Path, default=Path("docs/results"), help="folders with records to reuse")
+    add("--workers", type=int, default=1)
+    add("--minutes", type=float, default=float("inf"))
+    add("--table", action="store_true", help="run nothing, print the table of --out")
+    return parser
+
+
+def run_and_print(
+    options: argparse.Namespace,
+    jobs: Callable[[argparse.Namespace, Runs], list[Job]],
+    table: Callable[[Iterable[Record]], str],
+) -> None:
+    runs, failed = Runs(options.out), list[str]()
+    if not options.table:
+        with runs.locked():
+            runs.repair()
+            schedule = Schedule(jobs(options, runs), options.workers, 60 * options.minutes, runs)
+            try:
+                schedule.run()
+            finally:
+                schedule.close()
+            failed = schedule.failed
+    print(table(runs.load()[0].values()))
+    if failed:
+        raise StudyError(f"failed: {', '.join(failed)}; run the same command again")
