@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import shared_device
-from auto_table import table
+from auto_table import DEFAULT, FREE, table
 from compact_quality import known
 from shared_device import Job, Wanted
 
@@ -26,8 +26,7 @@ from cubegrad.study.plan import Plan
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Judge
 
-FREE = ("madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog", "ldog")
-SCHEDULE_FREE = ("schedulefree-adamw", (2.5e-3, 1e-3, 5e-3))  # the first is its default
+SCHEDULE_FREE = ("schedulefree-adamw", (DEFAULT, 1e-3, 5e-3))
 SEEDS = (1, 2, 3)
 
 
@@ -90,9 +89,9 @@ def wanted(
             every = [settings(trial, method, lr, seed, options.preset) for seed in seeds]
             return [replace(one, epochs=options.epochs or one.epochs) for one in every]
 
-        ready = [of(method, 1.0, *SEEDS) for method in FREE]
-        ready.append(of("madgrad", trial.lr, *SEEDS))
         name, rates = SCHEDULE_FREE
+        ready = [of(method, 1.0, *SEEDS) for method in FREE if method != name]
+        ready.append(of("madgrad", trial.lr, *SEEDS))
         ready.append(of(name, rates[0], *SEEDS))
         for method, lrs in ((name, rates), ("adamw", trial.adamw)):
             search = [one for lr in lrs for one in of(method, lr, 0)]

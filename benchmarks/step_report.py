@@ -69,6 +69,7 @@ def save(report: Report, path: Path | None) -> None:
 def machine(device: torch.device) -> dict[str, str]:
     on_gpu = device.type == "cuda"
     packages = ("triton", "madgrad", "pytorch_optimizer", "torch-optimi", "flashoptim", "torchao")
+    packages += ("prodigyopt", "dadaptation", "schedulefree")
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else processor(),
         "threads": str(torch.get_num_threads()),

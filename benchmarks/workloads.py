@@ -27,7 +27,10 @@ class Contender:
     beside: str = ""  # on a CPU, the name of another to time in alternation
 
     def build(self, params: list[Tensor]) -> Optimizer:
-        return getattr(importlib.import_module(self.module), self.kind)(params, **self.options)
+        made = getattr(importlib.import_module(self.module), self.kind)(params, **self.options)
+        if hasattr(made, "train"):  # a schedule-free one evaluates at other weights
+            made.train()
+        return made
 
 
 CUBEGRAD_EAGER = Contender(
@@ -117,6 +120,10 @@ CONTENDERS = (
     Contender("optimi Adam", "optimi", "Adam", {"lr": 1e-3}),
     Contender("flashoptim AdamW", "flashoptim", "FlashAdamW"),
     Contender("torchao AdamW8bit", "torchao.optim", "AdamW8bit"),
+    Contender("prodigyopt Prodigy", "prodigyopt", "Prodigy"),
+    Contender("dadaptation D-Adapt Adam", "dadaptation", "DAdaptAdam"),
+    Contender("DoG", "cubegrad.study.dog", "DoG"),
+    Contender("schedulefree AdamW", "schedulefree", "AdamWScheduleFree"),
 )
 
 

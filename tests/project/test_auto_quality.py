@@ -1,0 +1,77 @@
+"""The comparison of lr="auto" with other optimizers: what is run, its table, its picture."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cubegrad.study.records import Record, Runs, Settings
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ABOUT = {"metric": "loss", "higher_is_better": False, "unit": "bits", "beside": []}
+LOSSES = {"madgrad-auto": 2.005, "prodigy": 2.1, "dog": 1.99, "madgrad": 2.0, "adamw": 1.9}
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def record(method, seed, loss, lr=1.0):
+    settings = Settings("toy", "cpu", 2, 16, method, "flat", lr, 0.0, seed)
+    status = "diverged" if loss is None else "finished"
+    return Record(settings, status, {"train_loss": [0.5], "loss": [loss]}, 1.0, ABOUT)
+
+
+def made_up():
+    return [
+        record(method, seed, loss + (seed - 2) / 100, 0.01 if "w" in method else 1.0)
+        for method, loss in LOSSES.items()
+        for seed in (1, 2, 3)
+    ]
+
+
+def test_the_table_has_the_best_without_a_rate_in_bold_and_the_gaps():
+    auto_table = importlib.import_module("auto_table")
+    lines = auto_table.table([*made_up(), record("adamw", 0, 0.1)]).splitlines()
+    assert lines[0] == "|  | toy, cpu: loss, bits |"
+    assert '| MADGRAD, `lr="auto"` | 2.005 ± 0.012 |' in lines
+    assert "| DoG | **1.990 ± 0.012** |" in lines
+    assert "| AdamW, best of a search | 1.900 ± 0.012 (lr 0.01) |" in lines
+    first = next(line for line in lines if line.startswith("- MADGRAD"))
+    assert "on 0 of 1; at worst +0.8 % behind (toy, cpu); within" in first
+    assert first.endswith("fixed lr on 1 of 1.")
+
+
+def test_a_method_that_diverged_is_never_the_best():
+    auto_table = importlib.import_module("auto_table")
+    lines = auto_table.table([*made_up(), *(record("prodigy", s, None) for s in (4, 5))])
+    assert "| Prodigy | diverged |" in lines
+
+
+def test_the_tuned_column_waits_for_the_search():
+    auto_quality = importlib.import_module("auto_quality")
+    options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])
+    search = [one for _, one in auto_quality.wanted(options, {})]
+    rates = {(one.method, one.lr) for one in search if one.seed == 0}
+    assert len(rates) == 6
+    assert not [one for one in search if one.method == "adamw" and one.seed]
+    done = {
+        one.key: replace(record("adamw", 0, abs(one.lr - 0.01)), settings=one)
+        for one in search
+        if one.seed == 0
+    }
+    chosen = [one for _, one in auto_quality.wanted(options, done) if one.method == "adamw"]
+    assert {one.lr for one in chosen if one.seed} == {0.01}
+    assert sorted(one.seed for one in chosen if one.seed) == [1, 2, 3]
+
+
+@pytest.mark.plots
+def test_the_picture_is_drawn(tmp_path):
+    runs = Runs(tmp_path)
+    for one in made_up():
+        runs.append(one)
+    plot = importlib.import_module("plot_auto_peers")
+    plot.main([str(tmp_path), str(tmp_path / "peers.png")])
+    assert (tmp_path / "peers.png").stat().st_size > 10_000
