@@ -203,7 +203,6 @@ class GradientRelease:
                 idle = [p for p in silent if layout.held("madgrad", state.get(p, {}))]
                 estimate.idle[index] = idle
                 estimate.live[index] = len(silent) < len(group["params"])
-                estimate.live[index] = len(silent) < len(group["params"])
                 estimate.counts[index] = sum(map(coordinates, group["params"]))
                 estimate.counts[index] -= sum(map(coordinates, silent))
                 estimate.counts[index] += sum(map(coordinates, idle))
