@@ -28,6 +28,7 @@ OTHERS = {
     "centered": "has no centered form; leave it out",
     "lr_decay": "leaves the decay of lr to a scheduler; leave lr_decay out and use one of torch's",
     "initial_accumulator_value": "starts its sums at 0 and has eps; leave it out",
+    "decouple": "has decoupled_weight_decay, not decouple",
     "decouple_decay": "has decoupled_weight_decay, not decouple_decay",
     "decoupled_decay": "has decoupled_weight_decay, not decoupled_decay",
     "weight_decouple": "has decoupled_weight_decay, not weight_decouple",

@@ -196,9 +196,31 @@ def test_it_warns_of_a_schedule_for_another_optimizer(backend, as_tensor):
     if as_tensor:
         optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=300)
-    with pytest.warns(UserWarning, match=r"at most 0\.01 .*OneCycleLR\(max_lr=1\.0\)") as caught:
-        train(params, optimizer, 299, schedule.step)
+    expected = r"it is 0\.0004 now and at most 0\.01, .*OneCycleLR\(max_lr=1\.0\)"
+    with pytest.warns(UserWarning, match=expected) as caught:
+        train(params, optimizer, 1, schedule.step)
     assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(params, optimizer, 150, schedule.step)
+
+
+def test_it_warns_of_a_small_peak_once_the_factor_no_longer_rises():
+    params = two()
+    optimizer = MADGRAD(params, lr="auto")
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda k: min(0.01, (k + 1) / 5000))
+    with pytest.warns(UserWarning, match=r"it is 0\.01 now and at most 0\.01,") as caught:
+        train(params, optimizer, 200, scheduler.step)
+    assert len(caught) == 1
+
+
+def test_it_does_not_warn_of_one_cycle_with_a_peak_of_1():
+    params = two()
+    optimizer = MADGRAD([{"params": params[:1]}, {"params": params[1:]}], lr="auto")
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=[1.0, 0.01], total_steps=5000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(params, optimizer, 150, scheduler.step)
 
 
 SCHEDULES = {

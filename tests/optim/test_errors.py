@@ -75,6 +75,7 @@ UNKNOWN = {
     "nesterov": "has no Nesterov momentum",
     "dampening": "averages weights where SGD adds up gradients; leave dampening out",
     "alpha": "sums the squares of the gradients",
+    "decouple": "has decoupled_weight_decay, not decouple",
     "decouple_decay": "has decoupled_weight_decay, not decouple_decay",
     "learning_rate": "has lr, not learning_rate",
     "weight_deacy": "has weight_decay, not weight_deacy",

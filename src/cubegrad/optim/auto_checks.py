@@ -47,7 +47,7 @@ class FactorWatch:
     """Warns once if the groups' lr, which is a factor on the estimate, stays too small to train.
 
     It ends when a factor reaches LOW. So the low end of a schedule, or of one that is resumed, is
-    not its business; nor is a warm-up while it rises.
+    not its business; nor is a warm-up while it rises, unless OneCycleLR says where it will end.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,26 @@ class FactorWatch:
         is_first, rises = self.largest < 0, largest > self.largest
         self.largest = max(self.largest, largest)
         self.steps = 0 if rises else self.steps + 1
-        if largest >= LOW:
+        peak = _peak_of_one_cycle(optimizer) if is_first else None
+        highest = self.largest if peak is None else max(peak, self.largest)
+        absurd = is_first and 0 < largest < ABSURD
+        if highest >= LOW:
             optimizer._factor_watch = None
-        elif self.steps >= LOW_STEPS or (is_first and 0 < largest < ABSURD):
+        elif peak is not None or absurd or self.steps >= LOW_STEPS:
             optimizer._factor_watch = None
             warn(
                 f"with lr='auto' a group's lr is a factor on the estimate, and it is {largest:.3g} "
-                f"after at most {self.largest:.3g} so far, so the weights hardly move: use 1, and "
+                f"now and at most {highest:.3g}, so the weights hardly move: use 1, and "
                 "schedules with a peak of 1, such as OneCycleLR(max_lr=1.0). A learning-rate "
                 "finder has nothing to find here, and what it sets must be set back to 1"
             )
+
+
+def _peak_of_one_cycle(optimizer: "BaseOptimizer") -> float | None:
+    """The largest lr that OneCycleLR will set, which it notes in every group."""
+    peaks = [group.get("max_lr") for group in optimizer.param_groups]
+    known = [float(peak) for peak in peaks if isinstance(peak, int | float)]
+    return max(known) if len(known) == len(peaks) else None
 
 
 def warn(message: str) -> None:
