@@ -1,5 +1,8 @@
 """Edited weights in what users do: groups, exceptions, gradient release, what is refused."""
 
+import copy
+import pickle
+
 import cases
 import edits
 import pytest
@@ -93,7 +96,7 @@ def test_one_context_inside_another():
     before = dual_point(optimizer, param)
     with optimizer.edit_weights():
         param.add_(1)
-        with optimizer.edit_weights():
+        with torch.enable_grad(), optimizer.edit_weights():
             param.add_(1)
     torch.testing.assert_close(dual_point(optimizer, param), before + 2, rtol=0, atol=1e-6)
 
@@ -120,6 +123,9 @@ def test_what_is_refused_inside():
     for name, call in calls.items():
         with optimizer.edit_weights(), pytest.raises(RuntimeError, match=rf"{name}\(\) inside"):
             call()
+    for copied in (copy.deepcopy, pickle.dumps):
+        with optimizer.edit_weights(), pytest.raises(RuntimeError, match="a copy or a pickle ins"):
+            copied(optimizer)
     handle = optimizer.release_gradients()
     with optimizer.edit_weights(), torch.enable_grad():
         with pytest.raises(RuntimeError, match=r"backward\(\) with release_gradients\(\) inside"):
@@ -127,6 +133,32 @@ def test_what_is_refused_inside():
         param.grad = None
     handle.remove()
     advance(optimizer, [param], range(3, 5))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_were_not_finite_between_two_edits(form, momentum, bad):
+    """Such as of a norm of 0 that was divided by: x_0 stayed NaN after they were mended."""
+    (param,) = parameters([edits.SHAPE])
+    optimizer = advance(build(form, [param]), [param], range(3))
+    before, x = dual_point(optimizer, param), param.detach().clone()
+    for value in (bad, x[3, 5].item()):
+        with optimizer.edit_weights(keep_momentum=momentum):
+            param[3, 5] = value
+    changed = dual_point(optimizer, param) != before
+    changed[3, 5] = False
+    assert not changed.any()
+    advance(optimizer, [param], range(3, 6))
+    assert param.isfinite().all()
+    assert (param - x).abs()[3, 5] < 0.1
+
+
+def test_it_takes_no_parameters():
+    """As restart() does: they would be taken for keep_momentum."""
+    (param,) = parameters([(5, 7)])
+    with pytest.raises(TypeError, match="positional"):
+        MADGRAD([param]).edit_weights([param])
 
 
 def test_an_edit_keeps_the_shape():

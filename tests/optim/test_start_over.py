@@ -117,6 +117,8 @@ def test_some_parameters_only():
 def test_parameters_that_it_cannot_restart_are_refused():
     params = parameters([(5, 7)] * 2)
     fixed = advance(MADGRAD(params, lr=0.1), params, range(2))
+    with pytest.raises(TypeError, match=r"got tuple .* tensors only, as of model\.parameters\(\)"):
+        fixed.restart([("weight", params[0])])
     with pytest.raises(ValueError, match=r"1 parameters .* none of the param groups.*\(3,\)"):
         fixed.restart([params[0], ones(3)])
     assert params[0] in fixed.state

@@ -123,6 +123,12 @@ class BaseOptimizer(Optimizer):
         if param_group["auto_lr"]:
             auto.hold(param_group, param_group.get("estimate", first_estimate.empty()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._is_editing:
+            edit.refuse("a copy or a pickle")
+        state: dict[str, Any] = super().__getstate__()
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._repeats = Repeats()
@@ -176,7 +182,7 @@ class BaseOptimizer(Optimizer):
         self._release = GradientRelease(self)
         return self._release
 
-    def edit_weights(self, keep_momentum: bool = True) -> AbstractContextManager[None]:
+    def edit_weights(self, *, keep_momentum: bool = True) -> AbstractContextManager[None]:
         """Change weights inside this context, between steps, and training goes on from there.
 
         Without it the next steps undo the edit. When the context ends, also by an exception, z is

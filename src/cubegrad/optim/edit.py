@@ -26,7 +26,8 @@ Group = dict[str, Any]
 @contextmanager
 def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[None]:
     if optimizer._is_editing:  # the outer context will do it
-        yield
+        with torch.no_grad():
+            yield
         return
     old = {
         param: edit.value(param).clone()
@@ -131,6 +132,12 @@ def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None
 
 def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:
     chosen = {params} if isinstance(params, Tensor) else set(params)
+    others = {type(param).__name__ for param in chosen if not isinstance(param, Tensor)}
+    if others:
+        raise TypeError(
+            f"restart() got {', '.join(sorted(others))} among its parameters and takes tensors "
+            "only, as of model.parameters(); without an argument it restarts all"
+        )
     strangers = chosen - {param for group in groups for param in group["params"]}
     if strangers:
         shapes = [tuple(param.shape) for param in strangers]

@@ -31,19 +31,28 @@ class Edit(NamedTuple):
     def moved(self) -> Tensor:
         return self.new != self.old
 
+    @property
+    def shift(self) -> Tensor:
+        return self.new - self.old
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Where a weight becomes NaN or inf, or was, x_0 cannot move by as much: it starts anew."""
+        return torch.isfinite(self.shift)
+
     def back(self, away: Tensor) -> Tensor:
         """The part of the edit, from 0 to d = `away`, by which it shortens d."""
         if not self.keeps_momentum:
             return torch.where(self.moved, away, 0.0)
-        shortest = torch.maximum(self.new - self.old, away.clamp(max=0))
-        return torch.minimum(shortest, away.clamp(min=0))
+        shortest = torch.maximum(self.shift, away.clamp(max=0))
+        return torch.where(self.is_finite, torch.minimum(shortest, away.clamp(min=0)), away)
 
     def start(self, start: Tensor, back: Tensor) -> Tensor:
         """x_0, or z in the mirror form, after the edit; exact where no step has moved x yet."""
         moved = self.new
         if self.keeps_momentum:
-            untouched = (start == self.old) & (back == 0)
-            moved = torch.where(untouched, self.new, start + (self.new - self.old - back))
+            anew = (start == self.old) & (back == 0) | ~self.is_finite
+            moved = torch.where(anew, self.new, start + (self.shift - back))
         return torch.where(self.moved, moved, start)
 
 
