@@ -131,6 +131,14 @@ def test_what_is_refused_inside():
         with pytest.raises(RuntimeError, match=r"backward\(\) with release_gradients\(\) inside"):
             param.square().sum().backward()
         param.grad = None
+    param.square().sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"edit_weights\(\) comes between .* call step\(\) first"
+    ):
+        optimizer.edit_weights().__enter__()
+    optimizer.step()
+    with optimizer.edit_weights():
+        param.mul_(0.5)
     handle.remove()
     advance(optimizer, [param], range(3, 5))
 

@@ -29,6 +29,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
         with torch.no_grad():
             yield
         return
+    _refuse_in_open_step(optimizer, "edit_weights()")
     old = {
         param: edit.value(param).clone()
         for group in optimizer.param_groups
@@ -106,14 +107,19 @@ def refuse(what: str) -> NoReturn:
     )
 
 
+def _refuse_in_open_step(optimizer: "BaseOptimizer", what: str) -> None:
+    """Some parameters have been stepped and others not, and so have the sums of lr="auto"."""
+    if optimizer._release is not None and optimizer._release.is_open:
+        raise RuntimeError(
+            f"{what} comes between backward() and step(), and with release_gradients() the step "
+            "has begun; call step() first"
+        )
+
+
 def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None:
     if optimizer._is_editing:
         refuse("restart()")
-    if optimizer._release is not None and optimizer._release.is_open:
-        raise RuntimeError(
-            "restart() comes between backward() and step(), and with release_gradients() the step "
-            "has begun; call step() first"
-        )
+    _refuse_in_open_step(optimizer, "restart()")
     groups = optimizer.param_groups
     chosen = None if params is None else _chosen(groups, params)
     for group in groups:
