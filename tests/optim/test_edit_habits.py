@@ -162,6 +162,27 @@ def test_weights_that_were_not_finite_between_two_edits(form, momentum, bad):
     assert (param - x).abs()[3, 5] < 0.1
 
 
+def test_codes_of_a_parameter_that_has_another_dtype_now():
+    """They cannot follow, and cannot be loaded either, so the remedy is to start over."""
+    (param,) = parameters([edits.SHAPE])
+    optimizer = advance(build("codes", [param]), [param], range(3))
+    with optimizer.edit_weights():
+        param.data = param.data.bfloat16()
+    param.grad = torch.ones_like(param)
+    with cases.no_change(param), pytest.raises(ValueError, match=r"dtype .*, call restart\(\) or"):
+        optimizer.step()
+    optimizer.restart()
+    optimizer.step()
+
+
+def test_parameters_that_have_no_shape_yet():
+    lazy, (param,) = nn.LazyLinear(3), parameters([(5, 7)])
+    optimizer = advance(MADGRAD([param, *lazy.parameters()], lr=0.1), [param], range(3))
+    with optimizer.edit_weights():
+        param.add_(1)
+    optimizer.restart()
+
+
 def test_it_takes_no_parameters():
     """As restart() does: they would be taken for keep_momentum."""
     (param,) = parameters([(5, 7)])

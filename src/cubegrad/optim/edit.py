@@ -91,8 +91,7 @@ def _shorten_agreement(
 def _check_shapes(groups: list[Group], old: dict[Tensor, Tensor]) -> None:
     for group in groups:
         for index, param in enumerate(group["params"]):
-            now = edit.value(param)
-            if param in old and now.shape != old[param].shape:
+            if param in old and (now := edit.value(param)).shape != old[param].shape:
                 raise RuntimeError(
                     f"{options.name_of(group, index)} had shape {tuple(old[param].shape)} before "
                     f"edit_weights() and has {tuple(now.shape)} now; an edit keeps the shape: "

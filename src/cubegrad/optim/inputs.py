@@ -73,5 +73,6 @@ def _check_state(method: str, name: str, param: Tensor, entries: dict[str, Any])
         if (own.shape, own.dtype) != (shape, dtype):
             raise ValueError(
                 f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "
-                f"{dtype} of shape {tuple(shape)}; put states in with load_state_dict"
+                f"{dtype} of shape {tuple(shape)}; put states in with load_state_dict. If you "
+                "have changed the dtype of the parameter, call restart() or change it back"
             )
