@@ -107,7 +107,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def _refuse_in_open_step(optimizer: "BaseOptimizer", what: str) -> None:
-    """Some parameters have been stepped and others not, and so have the sums of lr="auto"."""
+    """Some parameters have been stepped and others not, so an edit would be before some steps."""
     if optimizer._release is not None and optimizer._release.is_open:
         raise RuntimeError(
             f"{what} comes between backward() and step(), and with release_gradients() the step "
