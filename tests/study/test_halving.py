@@ -77,7 +77,9 @@ def test_few_runs_reach_their_end_and_the_best_one_does(tmp_path: Path) -> None:
     first = [job for job in made.jobs if job.until == 2]
     assert len(first) == 13
     assert {job.since for job in first} == {0}
-    assert {job.since for job in made.jobs if job.until is None} == {6}
+    finished = {job.settings.lr: job.since for job in made.jobs if job.until is None}
+    assert finished.pop(0.1) == 2, "the next larger rate had been stopped"
+    assert set(finished.values()) == {6}
     epochs = sum(job.epochs for job in made.jobs)
     assert epochs <= 13 * 18 / 3
     assert sweep.progress.passed == sweep.progress.total == epochs
@@ -102,10 +104,14 @@ def test_what_was_cut_is_marked_and_is_no_result(tmp_path: Path) -> None:
 
 
 def test_fresh_seeds_of_a_lone_survivor_are_told_from_the_search(tmp_path: Path) -> None:
-    sweep, _ = sweep_of(tmp_path, away_from(0.01))  # the middle: it reports first and stays best
+    def loss(lr: float, epoch: int) -> float | None:  # the middle reports first and stays best
+        return None if lr > 0.01 else 0.01 - lr + 1 / epoch
+
+    sweep, _ = sweep_of(tmp_path, loss)
     sweep.repeat(sweep.search(), 3)
     records = [*sweep.runs.load()[0].values(), *sweep.runs.cut().values()]
-    assert sum(record.settings.seed == 0 and not record.cut for record in records) == 1
+    finished = [record for record in records if record.status == "finished"]
+    assert sum(record.settings.seed == 0 for record in finished) == 1
     assert summarise(records, sweep.plan.judge).seeds == (1, 2, 3)
 
 
@@ -141,6 +147,15 @@ def test_the_grid_grows_and_diverged_runs_are_given_up(tmp_path: Path) -> None:
     lost, made = sweep_of(tmp_path / "lost", lambda *_: None, widen=1)
     assert lost.search() == {ENTRY: None}
     assert len(made.jobs) == 14
+
+
+def test_larger_rates_that_look_worse_early_are_finished(tmp_path: Path) -> None:
+    def loss(lr: float, epoch: int) -> float:  # the larger, the worse until the last epoch
+        return lr + 1 / epoch if epoch < 18 else abs(lr - 2.5)
+
+    sweep, _ = sweep_of(tmp_path / "halving", loss)
+    grid, _ = sweep_of(tmp_path / "grid", loss, search="grid")
+    assert sweep.search() == grid.search() == {ENTRY: (2.5, 0.0)}
 
 
 def test_lines_of_cut_runs_survive_a_repair(tmp_path: Path) -> None:

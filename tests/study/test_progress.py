@@ -1,5 +1,8 @@
 """The progress of a sweep: a bar in a terminal, plain lines in a log."""
 
+import os
+import select
+import struct
 import time
 from io import StringIO
 
@@ -41,6 +44,29 @@ def test_progress_in_a_terminal_is_a_bar() -> None:
     assert "2/4" in text
     assert "loss 0.25" in text
     assert "a word\n" in text
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (24, 0), (24, 100)])
+def test_a_terminal_that_does_not_know_its_width_has_a_bar_too(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+    import termios
+
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)  # the only stream whose width tqdm asks for
+        progress = Progress()
+        progress.add(1, 4)
+        progress.epochs(4)
+        progress.close()
+        text = b""
+        while b"4/4" not in text and select.select([ours], [], [], 10)[0]:
+            text += os.read(ours, 10_000)
+    os.close(ours)
+    assert b"4/4" in text
 
 
 @pytest.mark.parametrize(

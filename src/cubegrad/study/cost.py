@@ -45,7 +45,9 @@ def search(plan: Plan, runs: float) -> Cost:
     for epoch in decision_epochs(epochs):
         total += going * (epoch - before)
         before, going = epoch, max(going / FACTOR, 1.0)
-    return Cost(going, total + going * (epochs - before))
+    # The next larger rate of the best one runs again, from its start.
+    again = min(plan.search_seeds, runs - going)
+    return Cost(going + again, total + going * (epochs - before) + again * epochs)
 
 
 def expected(plan: Plan, recorded: Container[str]) -> Cost:

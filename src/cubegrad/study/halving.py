@@ -6,12 +6,18 @@ fallen, a test metric varies more from epoch to epoch than from setting to setti
 training loss, and 12th, 6th, 10th and 4th by test accuracy.
 
 Optuna's pruner is asynchronous: it judges a run by those that reported before it, and lets the
-first one pass. So all runs of an epoch train first, in any order, and then report in a fixed one.
-The decisions are then the same with any number of workers, and when a search is resumed.
+first one pass. So all runs of an epoch train first, in any order, and then report in a fixed one:
+from the middle of the grid outwards, and the second time from the best to the worst. The decisions
+are then the same with any number of workers, and when a search is resumed.
+
+A large learning rate looks worse early than it ends: noise hides its progress until a schedule
+lowers it. So the next larger rate of the best setting is finished too, until no larger one is
+better. On the README's problem under `cosine`, the early losses of 7 rates of MADGRAD differ by
+4 %: without this, the search ended at lr 0.001 and a test loss of 0.48; with it, at 0.1 and 0.10.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cubegrad.study.methods import Entry
@@ -23,7 +29,7 @@ FACTOR = 3  # a third of the runs passes
 
 # Trains runs up to an epoch and returns their records, which may be longer.
 Advance = Callable[[Iterable[Settings], int], list[Record]]
-Stop = Callable[[Settings], None]  # is called for each run that does not go on
+Axis = dict[Entry, set[float]]  # the values tried for each method
 Candidates = dict[tuple[Entry, Setting], list[Settings]]  # the runs of each, by seed
 
 
@@ -47,10 +53,10 @@ def middle_first(values: Iterable[float]) -> list[float]:
 class Halving:
     """One Optuna study per method; settings that are added later compete with the earlier ones."""
 
-    def __init__(self, epochs: int, advance: Advance, stop: Stop) -> None:
+    def __init__(self, epochs: int, advance: Advance) -> None:
         self.optuna = optional("optuna", "search")
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
-        self.epochs, self.advance, self.stop = decision_epochs(epochs), advance, stop
+        self.epochs, self.advance = decision_epochs(epochs), advance
         self.studies: dict[Entry, Any] = {}
         self.judged: dict[tuple[Entry, Setting], bool] = {}  # whether it passed every decision
 
@@ -61,15 +67,29 @@ class Halving:
         for epoch in self.epochs:
             wanted = [settings for runs in new.values() for settings in runs]
             records = {r.settings.key: r for r in self.advance(wanted, epoch)}
-            for one, runs in list(new.items()):
-                reached = [records[settings.key] for settings in runs]
-                trials[one].report(_train_loss(reached, epoch), epoch)
+            losses = {
+                one: _train_loss([records[settings.key] for settings in runs], epoch)
+                for one, runs in new.items()
+            }
+            for one, loss in losses.items():
+                trials[one].report(loss, epoch)
                 if trials[one].should_prune():
                     self.judged[one] = False
-                    for settings in new.pop(one):
-                        self.stop(settings)
+                    del new[one]
+            new = dict(sorted(new.items(), key=lambda item: losses[item[0]]))
         self.judged |= dict.fromkeys(new, True)
         return {one: runs for one, runs in candidates.items() if self.judged[one]}
+
+    def resume_larger(self, bests: Mapping[Entry, Setting | None], lrs: Axis) -> bool:
+        """Let the next larger rate of each best setting pass; returns whether one was stopped."""
+        found = False
+        for entry, best in bests.items():
+            larger = [] if best is None else [lr for lr in lrs[entry] if lr > best[0]]
+            if best is not None and larger:
+                one = entry, (min(larger), best[1])
+                found |= not self.judged[one]
+                self.judged[one] = True
+        return found
 
     def _study(self, entry: Entry) -> Any:
         if entry not in self.studies:

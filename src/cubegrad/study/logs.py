@@ -37,7 +37,7 @@ class Log:
         self._write(f"epoch {number}/{self.settings.epochs}: {', '.join(values)}; {time:.1f} s")
 
     def end(self, status: str) -> None:
-        self._write(status)
+        self._write("stopped here by --search halving, may resume" if status == "cut" else status)
 
     def _write(self, line: str, mode: str = "a") -> None:
         if self.path is not None:

@@ -22,12 +22,17 @@ def section(experiment: Experiment, rows: Sequence[Sequence[str]], name: str) ->
     options = f"<p>Options of the preset: <code>{given}</code></p>" if given != "{}" else ""
     return (
         f'<section id="{html.escape(name)}"><h1>{html.escape(wording.title(experiment))}</h1>'
-        f'<p class="verdict">{html.escape(wording.verdict(experiment))}</p>'
+        f'<p class="verdict">{_unbroken(html.escape(wording.verdict(experiment)))}</p>'
         f"<p>{html.escape(wording.compared(experiment))}</p>"
         f"{_table(experiment, rows)}{_charts(experiment)}"
         f"<details><summary>How it was made: choices, settings, versions</summary>{facts}"
         f"{options}</details></section>"
     )
+
+
+def _unbroken(text: str) -> str:
+    """Keep a number, its error and its unit on one line."""
+    return text.replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
 
 
 def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:

@@ -27,6 +27,9 @@ class Progress:
         self.first: tuple[float, int] | None = None  # time and epochs of the first update
         terminal = self.stream.isatty()
         self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
+        if self.bar is not None and (self.bar.ncols or 80) < 1:
+            # Some terminals (of containers, of `script`) have no size, and tqdm shows nothing.
+            self.bar.ncols, self.bar.nrows = 80, 24
 
     def add(self, runs: int, epochs: int) -> None:
         self.total_runs += runs
@@ -90,4 +93,6 @@ class Progress:
 
     def close(self) -> None:
         if self.bar is not None:
+            if self.runs:  # fewer than expected, perhaps
+                self.bar.set_description(f"{self.runs}/{self.total_runs} runs")
             self.bar.close()

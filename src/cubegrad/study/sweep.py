@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cubegrad.study import cost, statistics
 from cubegrad.study import grid as grids
-from cubegrad.study.halving import Halving, middle_first
+from cubegrad.study.halving import Axis, Candidates, Halving, middle_first
 from cubegrad.study.methods import Entry
 from cubegrad.study.plan import Plan
 from cubegrad.study.progress import Progress
@@ -16,7 +16,6 @@ from cubegrad.study.statistics import Setting
 from cubegrad.study.workers import Job
 
 Bests = dict[Entry, Setting | None]
-Axis = dict[Entry, set[float]]  # the values tried for each method
 
 
 class Executor(Protocol):
@@ -64,12 +63,14 @@ class Sweep:
         decays = {entry: set(plan.first_decays(entry)) for entry in plan.entries}
         halving = None
         if plan.search == "halving":
-            halving = Halving(plan.preset.epochs, self.do, self.runs.drop_checkpoint)
+            halving = Halving(plan.preset.epochs, self.do)
         to_come = cost.expected(plan, self.records)
         self.progress.expect(round(to_come.runs), round(to_come.epochs))
         while True:
             bests = self._run_grids(lrs, decays, halving)
             if not self._grow(bests, lrs, decays):
+                for record in self.cut.values():
+                    self.runs.drop_checkpoint(record.settings)
                 self.progress.expect(0, 0)
                 return bests
 
@@ -101,13 +102,24 @@ class Sweep:
             for lr in (middle_first if halving else sorted)(lrs[entry])
             for decay in sorted(decays[entry])
         }
-        if halving is not None:
-            candidates = halving.survivors(candidates)
+        if halving is None:
+            return self._bests(candidates)
+        while True:
+            bests = self._bests(halving.survivors(candidates))
+            if not halving.resume_larger(bests, lrs):
+                return bests
+
+    def _bests(self, candidates: Candidates) -> Bests:
+        """Finish these runs and choose among them."""
         self.do(itertools.chain(*candidates.values()))
-        groups: dict[Entry, dict[Setting, list[Record]]] = {entry: {} for entry in plan.entries}
+        groups: dict[Entry, dict[Setting, list[Record]]] = {}
         for (entry, setting), wanted in candidates.items():
-            groups[entry][setting] = [self.records[settings.key] for settings in wanted]
-        return {entry: statistics.best(group, plan.judge) for entry, group in groups.items()}
+            runs = [self.records[settings.key] for settings in wanted]
+            groups.setdefault(entry, {})[setting] = runs
+        return {
+            entry: statistics.best(groups.get(entry, {}), self.plan.judge)
+            for entry in self.plan.entries
+        }
 
     def repeat(self, bests: Bests, seeds: int) -> list[Record]:
         """Run the best settings with seeds that the search did not use.

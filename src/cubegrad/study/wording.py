@@ -183,8 +183,8 @@ def notes(experiment: Experiment) -> list[str]:
         )
     if any(summary.search_cut for summary in experiment.summaries):
         lines.append(
-            "Runs stopped early are those that successive halving gave up (--search halving); the "
-            "choice is among the others."
+            "Runs stopped early had fallen behind in training loss (--search halving). The choice "
+            "is among the others, so a setting that starts slowly may have been missed."
         )
     if experiment.paper:
         p = experiment.paper
@@ -201,11 +201,12 @@ def origin(records: Sequence[Record]) -> str:
     versions = ", ".join(
         f"{name} {'/'.join(_all(records, name))}" for name in ("cubegrad", "torch", "python")
     )
-    minutes = sum(record.seconds for record in records) / 60
+    seconds = sum(record.seconds for record in records)
+    time = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.2g} seconds"
     commits = listed([*map(_commit, _all(records, "commit"))]) or "none"
     days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])) or "no date"
     return (
-        f"{len(records)} runs, {minutes:.1f} minutes of training on {' / '.join(kinds)}; "
+        f"{len(records)} runs, {time} of training on {' / '.join(kinds)}; "
         f"{versions}; commit {commits}; {days}."
     )
 
