@@ -193,6 +193,13 @@ def test_a_line_that_no_run_wrote_is_broken(tmp_path: Path, changes: dict[str, o
     assert message.startswith(f"{runs.path} line 2 is broken (")
 
 
+def test_a_line_of_a_newer_version_names_what_is_unknown() -> None:
+    body = json.loads(to_line(toy_record(0)))
+    body["settings"]["shape"] = 1
+    with pytest.raises(ValueError, match=r"unknown fields \['shape'\]; another version"):
+        from_line(json.dumps(body))
+
+
 def test_nested_brackets_are_a_broken_line() -> None:
     with pytest.raises(ValueError, match="not a record"):
         from_line("[" * 100_000)

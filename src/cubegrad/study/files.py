@@ -1,6 +1,7 @@
 """Files are written completely or not at all, even if the disk fails."""
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "free space or make it writable, then run the same command again to resume"
+        if error.errno in (errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
+            remedy = "give another path, or remove what is in the way"
         raise StudyError(
-            f"{path} cannot be written ({error.strerror or error}); free space or make it "
-            "writable, then run the same command again to resume"
+            f"{path} cannot be written ({error.strerror or error}); {remedy}"
         ) from None
 
 

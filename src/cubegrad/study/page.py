@@ -23,7 +23,7 @@ def section(experiment: Experiment, rows: Sequence[Sequence[str]], name: str) ->
     return (
         f'<section id="{html.escape(name)}"><h1>{html.escape(wording.title(experiment))}</h1>'
         f'<p class="verdict">{_unbroken(html.escape(wording.verdict(experiment)))}</p>'
-        f"<p>{html.escape(wording.compared(experiment))}</p>"
+        f"<p>{_unbroken(html.escape(wording.compared(experiment)))}</p>"
         f"{_table(experiment, rows)}{_charts(experiment)}"
         f"<details><summary>How it was made: choices, settings, versions</summary>{facts}"
         f"{options}</details></section>"
@@ -32,7 +32,7 @@ def section(experiment: Experiment, rows: Sequence[Sequence[str]], name: str) ->
 
 def _unbroken(text: str) -> str:
     """Keep a number, its error and its unit on one line."""
-    return text.replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
+    return text.replace(" ±", "&nbsp;±").replace("± ", "±&nbsp;").replace(" %", "&nbsp;%")
 
 
 def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:
@@ -72,7 +72,7 @@ def _charts(experiment: Experiment) -> str:
     blocks = []
     for group in groups:
         name = ", ".join(filter(None, ["Curves", group["name"]]))
-        last = _help(groups) if group is groups[-1] else ""
+        last = _help(experiment, groups) if group is groups[-1] else ""
         blocks.append(
             f'<h2>{html.escape(name)}</h2><div class="charts">'
             f'<script type="application/json">{_json(group)}</script>'
@@ -82,7 +82,7 @@ def _charts(experiment: Experiment) -> str:
     return "".join(blocks)
 
 
-def _help(groups: Sequence[dict[str, Any]]) -> str:
+def _help(experiment: Experiment, groups: Sequence[dict[str, Any]]) -> str:
     series = [one for group in groups for chart in group["charts"] for one in chart["series"]]
     lines = [
         "Point at a chart, or use the arrow keys, to read its values. Switch methods off and on "
@@ -92,6 +92,8 @@ def _help(groups: Sequence[dict[str, Any]]) -> str:
     ]
     if any(one.get("lost") for one in series):
         lines.append("A cross is a run that diverged.")
+    if any(summary.search_cut for summary in experiment.summaries):
+        lines.append("Runs that were stopped early are not shown.")
     if any("level" in one for one in series):
         lines.append(
             "A horizontal line there is a method that estimates its learning rate; among the "

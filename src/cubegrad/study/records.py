@@ -13,7 +13,7 @@ import platform
 import subprocess
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -105,6 +105,8 @@ def from_line(line: str) -> Record:
     try:
         body = json.loads(line)
         check, key = body.pop("check"), body["key"]
+        _refuse_unknown(body["settings"], Settings)
+        _refuse_unknown(body, Record, "key")
         settings = Settings(**body.pop("settings"))
         record = Record(settings=settings, **{k: v for k, v in body.items() if k != "key"})
         intact = check == _checksum({"key": key, **asdict(record)}) and key == settings.key
@@ -114,6 +116,12 @@ def from_line(line: str) -> Record:
         raise ValueError("altered: its checksum does not match")
     record_checks.check(record)
     return record
+
+
+def _refuse_unknown(values: dict[str, Any], kind: type[Record | Settings], *more: str) -> None:
+    unknown = values.keys() - {field.name for field in fields(kind)} - {*more}
+    if unknown:
+        raise ValueError(f"unknown fields {sorted(unknown)}; another version of cubegrad wrote it")
 
 
 def _checksum(body: dict[str, Any]) -> int:
