@@ -41,6 +41,7 @@ def test_progress_in_a_terminal_is_a_bar() -> None:
     progress.say("a word")
     progress.close()
     text = stream.getvalue()
+    assert "starting: " in text.split("0/1 runs: ")[0]
     assert "2/4" in text
     assert "loss 0.25" in text
     assert "a word\n" in text

@@ -26,7 +26,9 @@ class Progress:
         self.start = self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # time and epochs of the first update
         terminal = self.stream.isatty()
-        self.bar = tqdm(total=0, unit="epoch", file=self.stream) if terminal else None
+        # Workers import torch before their first epoch, which takes 5 to 15 s on a busy machine.
+        about = {"desc": "starting", "unit": "epoch"}
+        self.bar = tqdm(total=0, file=self.stream, **about) if terminal else None
         if self.bar is not None and (self.bar.ncols or 80) < 1:
             # Some terminals (of containers, of `script`) have no size, and tqdm shows nothing.
             self.bar.ncols, self.bar.nrows = 80, 24
@@ -55,6 +57,8 @@ class Progress:
         self.passed += count
         if count and self.first is None:
             self.first = time.monotonic(), self.passed
+            if self.bar is not None:
+                self.bar.set_description(f"0/{self.ends_at[0]} runs")
         if self.bar is not None:
             self.bar.update(count)
         elif time.monotonic() - self.last_line >= self.every:
