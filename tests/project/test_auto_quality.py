@@ -44,6 +44,14 @@ def test_the_table_has_the_best_without_a_rate_in_bold_and_the_gaps():
     assert first.endswith("fixed lr on 1 of 1.")
 
 
+def test_the_page_has_the_table_of_its_records():
+    auto_table = importlib.import_module("auto_table")
+    folder = BENCHMARKS.parent / "docs" / "results" / "peers"
+    records, broken = Runs(folder).load()
+    assert not broken
+    assert auto_table.table(records.values()) in (folder / "README.md").read_text()
+
+
 def test_a_method_that_diverged_is_never_the_best():
     auto_table = importlib.import_module("auto_table")
     lines = auto_table.table([*made_up(), *(record("prodigy", s, None) for s in (4, 5))])
