@@ -107,7 +107,7 @@ def _cell(one: Result, column: str) -> str:
 
 
 def standing(found: list[Result]) -> list[str]:
-    """What the issue of learning-rate-free training comes down to, in sentences."""
+    """Where `lr="auto"` stands among them, in sentences."""
     lines = []
     for column in OURS:
         here = [one for one in found if column in one.reached]
