@@ -115,7 +115,9 @@ def best_lr(records: Sequence[Record | None]) -> float | None:
 
 
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
-    done, elsewhere, todo = runs.load()[0], known(options.known), []
+    done, todo = runs.load()[0], []
+    # The page on imagenet has other images, and that on "auto" older rules.
+    elsewhere = known(options.known, ("imagenet", "auto", "peers"))
     for trial, one in wanted(options, done | elsewhere):
         if one.key in elsewhere and one.key not in done:
             runs.append(elsewhere[one.key])

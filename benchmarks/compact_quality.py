@@ -96,16 +96,18 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Trial, Settings]]:
                     yield trial, replace(one, epochs=options.epochs or one.epochs)
 
 
-def known(folder: Path) -> dict[str, Record]:
-    """Records of docs/results, by key. Those of imagenet are of other images."""
+def known(folder: Path, but: Sequence[str]) -> dict[str, Record]:
+    """Records of docs/results, by key, but those of some folders."""
     files = [file.parent for file in folder.glob("*/records.jsonl")]
-    found = [Runs(one).load()[0] for one in files if one.name not in ("imagenet", "compact")]
+    found = [Runs(one).load()[0] for one in files if one.name not in but]
     return {key: record for records in found for key, record in records.items()}
 
 
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
     """What is still to do; runs that are known are copied into `runs`."""
-    done, elsewhere, todo = runs.load()[0], known(options.known), []
+    done, todo = runs.load()[0], []
+    # The page on imagenet has other images, and "compact" what this made before.
+    elsewhere = known(options.known, ("imagenet", "compact", "peers"))
     for trial, one in wanted(options):
         if one.key in done:
             continue
