@@ -129,6 +129,24 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     )
     add("--methods", metavar="A,B", help="such as madgrad,sgd@flat (the preset's)")
     add("--figure", help="the methods of a figure of the paper: dual-averaging or sqrt-decay")
+    _search(parser)
+    add(
+        "--seeds",
+        type=count,
+        metavar="N",
+        help="sweep: seeds per grid point (1); compare: of each method's best (the preset's)",
+    )
+    add(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="parallel runs (one per core; one on a GPU)",
+    )
+    _cluster(parser)
+
+
+def _search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--lr",
         metavar="LRS",
@@ -156,19 +174,6 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         default="test",
         help="choose by the test set, as the paper does, or a held-out split (%(default)s)",
     )
-    add(
-        "--seeds",
-        type=count,
-        metavar="N",
-        help="sweep: seeds per grid point (1); compare: of each method's best (the preset's)",
-    )
-    add(
-        "--workers",
-        type=count,
-        metavar="N",
-        help="parallel runs (one per core; one on a GPU)",
-    )
-    _cluster(parser)
 
 
 def _cluster(parser: argparse.ArgumentParser) -> None:

@@ -28,16 +28,7 @@ from cubegrad.study.data.masking import (
 )
 from cubegrad.study.data.tokens import BEGIN, PAD
 from cubegrad.study.graphs import Captured
-from cubegrad.study.problem import (
-    DEFAULT_METHODS,
-    PAPER_METHODS,
-    Preset,
-    Problem,
-    Setup,
-    Split,
-    Task,
-    optional,
-)
+from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task, optional
 
 TEST_SEED = 20_210_126  # of the masks for test and validation, the same for all runs
 EVALUATED_AT_ONCE = 128  # blocks
@@ -240,7 +231,7 @@ def _gpu() -> Preset:
         epochs=15,
         batch=256,
         schedule="polynomial:1500",
-        methods=DEFAULT_METHODS,
+        methods=Preset.methods,
         seeds=3,
         # Between the paper's and those of the tiny network of preset cpu, which are larger.
         lrs={

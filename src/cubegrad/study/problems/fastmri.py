@@ -20,16 +20,7 @@ from cubegrad.study.data import mr_slices
 from cubegrad.study.graphs import Captured
 from cubegrad.study.models.kspace import Slices, centre_crop, measured
 from cubegrad.study.models.varnet import VarNet
-from cubegrad.study.problem import (
-    DEFAULT_METHODS,
-    PAPER_METHODS,
-    Preset,
-    Problem,
-    Setup,
-    Split,
-    StudyError,
-    Task,
-)
+from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, StudyError, Task
 
 ACCELERATION = 4
 OFFSET = 1
@@ -234,7 +225,7 @@ def problem() -> Problem:
         paper,
         epochs=8,
         schedule="tenthing:80%",
-        methods=DEFAULT_METHODS,
+        methods=Preset.methods,
         seeds=3,
         lrs=LRS["gpu"],
         size="VarNet of 6 cascades, 5,079,610 parameters",

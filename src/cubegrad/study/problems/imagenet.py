@@ -29,7 +29,6 @@ from cubegrad.study.data.folders import Tree, read_tree
 from cubegrad.study.graphs import GraphedStep
 from cubegrad.study.models.resnet import STAGES_50, ResNet
 from cubegrad.study.problem import (
-    DEFAULT_METHODS,
     PAPER_METHODS,
     Preset,
     Problem,
@@ -239,7 +238,7 @@ def _gpu() -> Preset:
         _paper(),
         epochs=12,
         schedule="tenthing:4-8",
-        methods=DEFAULT_METHODS,
+        methods=Preset.methods,
         seeds=3,
         decays=(1e-4,),
         lrs={

@@ -28,7 +28,6 @@ from cubegrad.study.data.translation import (
 )
 from cubegrad.study.models.lstm_attention import Translator
 from cubegrad.study.problem import (
-    DEFAULT_METHODS,
     OWN_DECAYS,
     Preset,
     Problem,
@@ -219,7 +218,7 @@ def _gpu() -> Preset:
         epochs=10,
         batch=8192,
         schedule="inverse-sqrt:400",
-        methods=DEFAULT_METHODS,
+        methods=Preset.methods,
         seeds=3,
         decays=(0.0,),
         own_decays=OWN_DECAYS,
