@@ -71,10 +71,10 @@ class Method(NamedTuple):
 
 
 ALL = (
-    Method("MADGRAD, float32 weights", "MADGRAD", "float32", 2e-3, MADGRAD, {}),
-    Method("MADGRAD, to nearest", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {}),
-    Method("MADGRAD, stochastic_rounding", "MADGRAD", "bfloat16", 2e-3, MADGRAD, AT_RANDOM),
-    Method("MADGRAD, compact", "MADGRAD", "bfloat16", 2e-3, MADGRAD, {"compact": True}),
+    Method("MADGRAD, float32 weights", "MADGRAD", "float32", 5e-4, MADGRAD, {}),
+    Method("MADGRAD, to nearest", "MADGRAD", "bfloat16", 5e-4, MADGRAD, {}),
+    Method("MADGRAD, stochastic_rounding", "MADGRAD", "bfloat16", 5e-4, MADGRAD, AT_RANDOM),
+    Method("MADGRAD, compact", "MADGRAD", "bfloat16", 5e-4, MADGRAD, {"compact": True}),
     Method("AdamW, float32 weights", "AdamW", "float32", 1e-4, ADAMW, {"weight_decay": 0.0}),
     Method("AdamW", "AdamW", "bfloat16", 1e-4, ADAMW, {"weight_decay": 0.0}),
     Method("SGD, float32 weights", "SGD", "float32", 0.02, SGD, {"momentum": 0.9}),
