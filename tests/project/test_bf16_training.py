@@ -19,7 +19,7 @@ def run(out, *words):
 
 @pytest.mark.processes
 def test_runs_are_recorded_once_and_tabulated(tmp_path):
-    words = ["--text", str(ROOT / "README.md"), "--methods", *METHODS]
+    words = ["--text", str(ROOT / "README.md"), "--lr", "MADGRAD", "2e-3", "--methods", *METHODS]
     for _ in range(2):  # the second call finds all runs done
         done = run(tmp_path, *words)
         assert done.returncode == 0, done.stderr
