@@ -41,8 +41,8 @@ PIP_INSTALL := install --disable-pip-version-check -c constraints.txt
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing everything into $(VENV): 3.4 GB, some minutes, the first time only."
-	$(BIN)/pip $(PIP_INSTALL) -e ".[dev,jax,study,problems,ray,peers,search,tensorboard]"
+	@echo "Installing everything into $(VENV): 4 GB, some minutes, the first time only."
+	$(BIN)/pip $(PIP_INSTALL) -e ".[dev,jax,study,problems,ray,peers,search,tensorboard,recipes,docs]"
 	touch $@
 
 .venv-demo/ready: pyproject.toml constraints.txt $(NATIVE)
