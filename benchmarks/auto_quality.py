@@ -5,12 +5,14 @@
     ... --table
 
 The methods without a learning rate run as their authors recommend (docs/study.md), with seeds 1 to
-3. Those with one are searched with seed 0, and the best setting is run with seeds 1 to 3. So call
-it twice or more, until nothing is left. Runs that are in --out are not repeated, nor are those
-whose records are in --known. With --minutes no run is started that would probably not end in time.
+3. Those with one are searched with seed 0, and the best setting is run with seeds 1 to 3. AdamW's
+search goes on while its best value is the smallest or the largest. Runs that are in --out are not
+repeated, nor are those whose records are in --known. With --minutes no run is started that would
+probably not end in time; the same command goes on from there.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +24,7 @@ from compact_quality import known
 from shared_device import Job, Wanted
 
 from cubegrad.study import StudyError, catalogue, methods
+from cubegrad.study.grid import Grid
 from cubegrad.study.plan import Plan
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Judge
@@ -90,17 +93,29 @@ def wanted(
             return [replace(one, epochs=options.epochs or one.epochs) for one in every]
 
         name, rates = SCHEDULE_FREE
-        ready = [of(method, 1.0, *SEEDS) for method in FREE if method != name]
+        skipped = {name} | ({"ldog"} if options.preset == "gpu" else set())
+        ready = [of(method, 1.0, *SEEDS) for method in FREE if method not in skipped]
         ready.append(of("madgrad", trial.lr, *SEEDS))
         ready.append(of(name, rates[0], *SEEDS))
         for method, lrs in ((name, rates), ("adamw", trial.adamw)):
             search = [one for lr in lrs for one in of(method, lr, 0)]
-            ready.append(search)
             best = best_lr([done.get(one.key) for one in search])
+            while method == "adamw" and best and (beyond := next_to_edge(best, search)):
+                search += of(method, beyond, 0)
+                best = best_lr([done.get(one.key) for one in search])
+            ready.append(search)
             if best is not None:
                 ready.append(of(method, best, *SEEDS))
         for each in ready:
             yield from ((trial, one) for one in each)
+
+
+def next_to_edge(best: float, search: Sequence[Settings]) -> float | None:
+    """The value of the grid beyond the best one, if that is the smallest or the largest."""
+    values = [one.lr for one in search]
+    if best == min(values):
+        return Grid().below(best)
+    return Grid().above(best) if best == max(values) else None
 
 
 def best_lr(records: Sequence[Record | None]) -> float | None:
@@ -114,10 +129,13 @@ def best_lr(records: Sequence[Record | None]) -> float | None:
     return max(found, key=lambda record: judge.score([record])).settings.lr
 
 
+_known = functools.cache(known)  # asked after each run
+
+
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
     done, todo = runs.load()[0], []
     # The page on imagenet has other images, and that on "auto" older rules.
-    elsewhere = known(options.known, ("imagenet", "auto", "peers"))
+    elsewhere = _known(options.known, ("imagenet", "auto", "peers"))
     for trial, one in wanted(options, done | elsewhere):
         if one.key in elsewhere and one.key not in done:
             runs.append(elsewhere[one.key])

@@ -75,16 +75,31 @@ def _prepare(problem: str, data: Path, preset: str, device: str) -> None:
 
 
 class Schedule:
-    """Runs jobs in their order, each as soon as a process and its data are there."""
+    """Runs jobs in their order, each as soon as a process and its data are there.
 
-    def __init__(self, todo: Sequence[Job], workers: int, seconds: float, runs: Runs) -> None:
-        self.waiting, self.workers, self.seconds, self.runs = list(todo), workers, seconds, runs
+    `plan` is asked again after each run, as its result may decide what is to be run next.
+    """
+
+    def __init__(
+        self, plan: Callable[[], Iterable[Job]], workers: int, seconds: float, runs: Runs
+    ) -> None:
+        self.plan, self.workers, self.seconds, self.runs = plan, workers, seconds, runs
         self.start = time.monotonic()
+        self.waiting: list[Job] = []
+        self.planned: set[str] = set()
+        self.extend()
         self.running: dict[Future[Record | None], tuple[Job, float]] = {}
         self.failed: list[str] = []
         # Not fork: CUDA does not survive it.
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(workers, context, die_with_parent)
+
+    def extend(self) -> None:
+        """Add the jobs that are new in the plan."""
+        for job in self.plan():
+            if job.name not in self.planned:
+                self.planned.add(job.name)
+                self.waiting.append(job)
 
     def gone(self) -> float:
         return time.monotonic() - self.start
@@ -143,6 +158,7 @@ class Schedule:
             return
         if record is not None:
             self.runs.append(record)
+            self.extend()
         result = "" if record is None else f": {record.last(record.about['metric'])}"
         self.say(f"done {job.name} in {took}{result}")
 
@@ -184,7 +200,8 @@ def run_and_print(
     if not options.table:
         with runs.locked():
             runs.repair()
-            schedule = Schedule(jobs(options, runs), options.workers, 60 * options.minutes, runs)
+            plan = partial(jobs, options, runs)
+            schedule = Schedule(plan, options.workers, 60 * options.minutes, runs)
             try:
                 schedule.run()
             finally:
