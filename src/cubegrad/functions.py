@@ -39,7 +39,8 @@ class TorchFunctions:
 
     @staticmethod
     def larger(a: Tensor, b: Tensor | float) -> Tensor:
-        return torch.fmax(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+        """`b` where `a` is NaN. A number is not made a tensor: copying it would wait for a GPU."""
+        return torch.fmax(a, b.to(a)) if isinstance(b, Tensor) else torch.where(a > b, a, b)
 
     @staticmethod
     def bits(x: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ def sparse(grad, rows):
     return torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, check_invariants=True)
 
 
+# torch 2.11 warns of it once, although `check_invariants` is given.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @each_fast_backend
 def test_sparse_gradients_are_those_made_dense(backend, decay):

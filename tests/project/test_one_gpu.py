@@ -60,6 +60,22 @@ def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
         assert re.search(rf"^{name} +{size / 1e9:.2f} ", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_released_gradients_change_no_bit_with_deterministic_kernels():
+    script = ROOT / "tests" / "support" / "deterministic_release.py"
+    done = subprocess.run(
+        [sys.executable, script, ROOT / "README.md"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    ordinary, released = json.loads(done.stdout)
+    assert ordinary == released
+    assert ordinary[-1] < ordinary[0]
+
+
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))

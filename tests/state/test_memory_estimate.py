@@ -124,13 +124,21 @@ def test_every_optimizer_is_compared():
     assert [row.optimizer for row in memory.estimate(1e6).rows] == list(BUILD)
 
 
+def requested_bytes():
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+
+
 @each_optimizer
 @pytest.mark.parametrize("dtype", ["bf16", "float32"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_allocates_what_is_estimated(dtype, name):
-    """The rest is the allocator's rounding to 512 bytes, and the addresses that a kernel reads."""
+    """The rest are the addresses that a kernel reads.
+
+    `memory_allocated` would add what the allocator's free blocks are too large by: up to 1 MiB per
+    tensor, depending on the tests before.
+    """
     gc.collect()  # what earlier tests left
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes()
     with torch.device("cuda"):
         layers = [nn.TransformerEncoderLayer(1024, 8, 4096) for _ in range(2)]
     model = nn.Sequential(*layers).to(memory.DTYPES[dtype])
@@ -138,7 +146,7 @@ def test_a_gpu_allocates_what_is_estimated(dtype, name):
     if "release" in name:
         model.zero_grad()
     kept = row(memory.estimate(model), name)
-    assert torch.cuda.memory_allocated() - before == pytest.approx(kept.total, rel=0.02)
+    assert requested_bytes() - before == pytest.approx(kept.total, rel=0.02)
     del state
 
 
