@@ -5,17 +5,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from cubegrad.study import statistics
+from cubegrad.study import schedules, statistics
 from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate
 from cubegrad.study.wording import number
 
 OURS = ("madgrad-auto", "madgrad-auto-compact")
-FREE = (*OURS, "prodigy", "dadapt-adam", "dog", "ldog", "schedulefree-adamw")
+FREE = (*OURS, "prodigy", "prodigy, warm-up", "dadapt-adam", "dog", "ldog")
+SCHEDULE_FREE = "schedulefree-adamw"  # has a learning rate, but people leave it at its default
 COLUMNS = {
     "madgrad-auto": 'MADGRAD, `lr="auto"`',
     "madgrad-auto-compact": "the same, compact",
     "prodigy": "Prodigy",
+    "prodigy, warm-up": "Prodigy, with the problem's warm-up",
     "dadapt-adam": "D-Adapt Adam",
     "dog": "DoG",
     "ldog": "L-DoG",
@@ -56,7 +58,10 @@ def results(records: Iterable[Record]) -> list[Result]:
     for record in records:
         if record.settings.seed > 0:
             one = record.settings
-            runs[f"{one.problem}, {one.preset}"][one.method, one.lr].append(record)
+            method = one.method
+            if method == "prodigy" and schedules.warms_up(one.schedule):
+                method = "prodigy, warm-up"
+            runs[f"{one.problem}, {one.preset}"][method, one.lr].append(record)
     return [_result(problem, settings) for problem, settings in runs.items()]
 
 
@@ -70,7 +75,7 @@ def _result(problem: str, settings: dict[tuple[str, float], list[Record]]) -> Re
             known = [-math.inf if about["higher_is_better"] else math.inf]  # one has diverged
         found = statistics.estimate(known)
         names = [method]
-        if method == "schedulefree-adamw":
+        if method == SCHEDULE_FREE:
             alone = sum(other == method for other, _ in settings) == 1
             names = [method] if lr == DEFAULT else []
             names += [f"{method}, tuned"] if lr != DEFAULT or alone else []
@@ -114,6 +119,8 @@ def standing(found: list[Result]) -> list[str]:
         others = [name for name in FREE if name not in OURS]
         rivals = [(one, one.best(others)) for one in here if set(others) & set(one.reached)]
         ahead = sum(one.behind(column, rival) <= 0 for one, rival in rivals)
+        beside = [one for one, _ in rivals if SCHEDULE_FREE in one.reached]
+        also = sum(one.behind(column, one.best([*others, SCHEDULE_FREE])) <= 0 for one in beside)
         share = {
             one.problem: one.behind(column, rival) / abs(one.reached[rival].mean)
             for one, rival in rivals
@@ -123,6 +130,7 @@ def standing(found: list[Result]) -> list[str]:
         close = sum(one.behind(column, "madgrad") <= _close(one) for one in fixed)
         lines.append(
             f"- {COLUMNS[column]}: the best without a learning rate on {ahead} of {len(rivals)}"
+            + (f" ({also} of {len(beside)} with schedule-free's default)" if beside else "")
             + (f"; at worst {100 * share[worst]:+.1f} % behind ({worst})" if worst else "")
             + f"; within 0.3 % or 0.01 bits of the best fixed lr on {close} of {len(fixed)}."
         )

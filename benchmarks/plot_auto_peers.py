@@ -19,6 +19,7 @@ MARKS = {
     "madgrad-auto": ("D", "#d55e00"),
     "madgrad-auto-compact": ("d", "#d55e00"),
     "prodigy": ("o", "#0072b2"),
+    "prodigy, warm-up": ("h", "#56b4e9"),
     "dadapt-adam": ("s", "#009e73"),
     "dog": ("^", "#cc79a7"),
     "ldog": ("v", "#cc79a7"),
@@ -27,7 +28,7 @@ MARKS = {
     "adamw": ("o", "#000000"),
     "madgrad": ("D", "#d55e00"),
 }
-TUNED = ("schedulefree-adamw, tuned", "adamw", "madgrad")
+TUNED = ("schedulefree-adamw, tuned", "adamw", "madgrad")  # drawn open
 
 
 def behind(one: Result, column: str) -> float:
@@ -68,7 +69,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, help="a folder with records.jsonl")
     parser.add_argument("out", type=Path)
     options = parser.parse_args(words)
-    draw(results(Runs(options.runs).load()[0].values())).savefig(options.out, dpi=140)
+    found = results(Runs(options.runs).load()[0].values())
+    draw([one for one in found if set(one.reached) - set(OURS)]).savefig(options.out, dpi=140)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
     place, todo, first = train.Place(data, save_every=60.0), [], dict[str, Job]()
     for problem, one, seconds in wanted:
         call = partial(_train, problem, one, place, runs.checkpoint(one))
-        name = f"{one.problem} {one.method} {one.lr:g} seed {one.seed}"
+        name = f"{one.problem} {one.method}@{one.schedule} {one.lr:g} seed {one.seed}"
         folder = data / FOLDERS[problem] if problem in FOLDERS else None
         shared, longest, before = SHARED.get(problem, ("", 0, ""))
         if shared:
@@ -86,20 +86,16 @@ class Schedule:
         self.plan, self.workers, self.seconds, self.runs = plan, workers, seconds, runs
         self.start = time.monotonic()
         self.waiting: list[Job] = []
-        self.planned: set[str] = set()
-        self.extend()
+        self.begun: set[str] = set()
+        self.update()
         self.running: dict[Future[Record | None], tuple[Job, float]] = {}
         self.failed: list[str] = []
         # Not fork: CUDA does not survive it.
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(workers, context, die_with_parent)
 
-    def extend(self) -> None:
-        """Add the jobs that are new in the plan."""
-        for job in self.plan():
-            if job.name not in self.planned:
-                self.planned.add(job.name)
-                self.waiting.append(job)
+    def update(self) -> None:
+        self.waiting = [job for job in self.plan() if job.name not in self.begun]
 
     def gone(self) -> float:
         return time.monotonic() - self.start
@@ -131,6 +127,7 @@ class Schedule:
         while self.gone() < self.seconds:
             while len(self.running) < self.workers and (job := self.next()):
                 self.waiting.remove(job)
+                self.begun.add(job.name)
                 with no_interrupts():
                     self.running[self.pool.submit(job.call)] = job, self.gone()
                 self.say(f"start {job.name}, about {duration(job.seconds)}")
@@ -153,12 +150,13 @@ class Schedule:
             record = future.result()
         except Exception as error:  # the other runs go on
             self.failed.append(job.name)
-            self.waiting = [one for one in self.waiting if one.after != job.name]
+            self.begun |= {one.name for one in self.waiting if one.after == job.name}
+            self.update()
             self.say(f"FAILED {job.name} after {took}: {type(error).__name__}: {error}")
             return
         if record is not None:
             self.runs.append(record)
-            self.extend()
+            self.update()
         result = "" if record is None else f": {record.last(record.about['metric'])}"
         self.say(f"done {job.name} in {took}{result}")
 

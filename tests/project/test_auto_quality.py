@@ -45,10 +45,11 @@ def test_the_table_has_the_best_without_a_rate_in_bold_and_the_gaps():
     assert first.endswith("fixed lr on 1 of 1.")
 
 
-def test_the_page_has_the_table_of_its_records():
+@pytest.mark.parametrize("preset", [".", "cpu"])
+def test_the_page_has_the_tables_of_its_records(preset):
     auto_table = importlib.import_module("auto_table")
     folder = BENCHMARKS.parent / "docs" / "results" / "peers"
-    records, broken = Runs(folder).load()
+    records, broken = Runs(folder / preset).load()
     assert not broken
     assert auto_table.table(records.values()) in (folder / "README.md").read_text()
 

@@ -265,7 +265,7 @@ def end_traced_step(
         live = [param for param in group["params"] if param.grad is not None]
         sums = [layout.as_real(total) for total in idle[index]]
         estimate.counts[index] = sum(map(coordinates, [*live, *sums[::2]]))
-        estimate.live[index] = bool(live)
+        estimate.live[index] = len(live) > 0  # torch 2.11 cannot trace bool() of a list
         for grad_sum, grad_sq_sum in zip(sums[::2], sums[1::2], strict=True):
             _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
     counts, live = estimate.counts, estimate.live
