@@ -13,7 +13,7 @@ demo: $(DEMO)/ready
 	$(DEMO)/bin/cubegrad compare digits --methods madgrad,sgd,adam,adagrad --decay 0 --seeds 3 \
 		--out runs/demo
 
-SLOW := browser or compilation or exhaustive or plots or processes or ray or training
+SLOW := browser or compilation or exhaustive or plots or processes or ray or site or training
 
 # At most 8 cases of each test that has none of the markers of slow tests.
 check: lint

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree.ElementTree import Element
 
 from markdown import Extension, Markdown, markdown
+from markdown.inlinepatterns import InlineProcessor
 from markdown.treeprocessors import Treeprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
@@ -70,6 +71,21 @@ class Links(Treeprocessor):
             element.set("title", wanted)
 
 
+class NamesOfPages(InlineProcessor):
+    """Docstrings name pages, as in "See docs/memory.md": a link on the pages of the API."""
+
+    def handleMatch(  # noqa: N802
+        self,
+        m: re.Match[str],
+        data: str,  # noqa: ARG002
+    ) -> tuple[Element | None, int | None, int | None]:
+        if not links.page.startswith("api/"):
+            return None, None, None
+        link = Element("a", href=f"../{m[1]}.md")
+        link.text = f"{m[1]}.md"
+        return link, m.start(), m.end()
+
+
 class LinksExtension(Extension):
     def __init__(self, links: Links) -> None:
         super().__init__()
@@ -77,6 +93,7 @@ class LinksExtension(Extension):
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
         md.treeprocessors.register(self.links, "repository", 1)  # mkdocs' own comes next, at 0
+        md.inlinePatterns.register(NamesOfPages(r"\bdocs/([\w/]+)\.md", md), "pages", 186)
 
 
 links = Links()

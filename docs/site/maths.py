@@ -22,11 +22,11 @@ RELATION = re.compile(r"(?:^|\s)[=≤]\s")  # with spaces: a command may have a 
 SEPARATORS = set("=≤≥<>+−±,·←∝")
 CLOSING = {"(": ")", "[": "]", "⟨": "⟩"}
 RAISED = {"²": "<mn>2</mn>", "³": "<mn>3</mn>", "'": "<mo>′</mo>"}
-# {…} with one more pair inside, a number with its sign, up to two letters, or a star.
-SCRIPT = r"[_^](?:\{(?:[^{}]|\{[^{}]*\})*\}|[-−]?\d+|[^\W_]{1,2}\b|\*)"
-WITH_SCRIPTS = rf"(?:(?<![A-Za-z0-9_./#-])(?:[^\W\d_]|mean|\d+)|[)|‖])(?:{SCRIPT})+"
+# {…} with one more pair inside, a number with its sign, a word, a star or an infinity.
+SCRIPT = r"[_^](?:\{(?:[^{}]|\{[^{}]*\})*\}|[-−]?\d+|[A-Za-z]+(?![A-Za-z0-9_])|[*∞])"
+WITH_SCRIPTS = rf"(?:(?<![A-Za-z0-9_.#-])(?:[^\W\d_]|mean|\d+)|[)|‖∑])(?:{SCRIPT})+"
 # Not the words "a", "A" and "I", nor the language C; not a part of "D-Adaptation" or "s.e.".
-LETTER = r"(?<![\w'’-])[b-zBD-HJ-Z](?!\w|['’.-]\w)|[α-ω]"
+LETTER = r"(?<![\w'’.-])[b-zBD-HJ-Z](?![A-Za-z0-9_]|['’.-]\w)|[α-ω]"
 
 
 class Factor(NamedTuple):
@@ -65,23 +65,25 @@ class Equation:
                 product.append(self.factor())
         return done + "".join(one.markup for one in product)
 
-    def factor(self) -> Factor:
+    def factor(self, fractions: bool = True) -> Factor:
         """A letter, number, root or bracket, with its scripts."""
         token = self.take()
         if token in "√∛":
-            radicand = _row(self.factor().inside)
-            root = "msqrt" if token == "√" else "mroot"
-            index = "" if token == "√" else "<mn>3</mn>"
+            # No fraction: without a font for maths, browsers draw no tall roots.
+            radicand = _row(self.factor(fractions=False).inside)
+            root, index = ("msqrt", "") if token == "√" else ("mroot", "<mn>3</mn>")
             return Factor(*[f"<{root}>{radicand}{index}</{root}>"] * 2)
         if token in CLOSING:
-            inside = self.row(CLOSING[token])
+            inside = self.row(CLOSING[token], fractions)
             self.take()
             base = _row(f"<mo>{token}</mo>{inside}<mo>{CLOSING[token]}</mo>")
             bare = inside if token == "(" else base
         else:
-            base = bare = _atom(token, before_bracket=self.next_is("("))
+            base = bare = _atom(token)
         markup = self.scripts(base, below=token in "Σ∑")
-        return Factor(markup, bare if markup == base else markup)
+        bare = bare if markup == base else markup
+        space = '<mspace width="0.17em"/>' if _is_word(token) and not self.next_is("(") else ""
+        return Factor(markup + space, bare + space)
 
     def scripts(self, base: str, below: bool) -> str:
         parts = {"_": "", "^": ""}
@@ -112,15 +114,17 @@ def _row(markup: str) -> str:
     return f"<mrow>{markup}</mrow>"
 
 
-def _atom(token: str, before_bracket: bool = False) -> str:
+def _is_word(token: str) -> bool:
+    return token.isascii() and token.isalpha() and len(token) > 1
+
+
+def _atom(token: str) -> str:
     if token[0].isdigit():
         return f"<mn>{token}</mn>"
     if token in "∇Σ∑" or not token[0].isalpha():
         tight = ' lspace="0" rspace="0" stretchy="false"' if token in "|‖/" else ""
         return f"<mo{tight}>{escape(token)}</mo>"
-    is_word = token.isascii() and len(token) > 1
-    space = '<mspace width="0.17em"/>' if is_word and not before_bracket else ""
-    return _row(f"<mi>{token}</mi>{space}") if space else f"<mi>{token}</mi>"
+    return f'<mi mathvariant="normal">{token}</mi>' if _is_word(token) else f"<mi>{token}</mi>"
 
 
 def displayed(text: str) -> str:
@@ -137,7 +141,8 @@ def displayed(text: str) -> str:
                 cells[2] = f"<mtext>{escape(other)}</mtext>"
         rows.append("".join(f"<mtd>{cell}</mtd>" for cell in cells))
     table = "".join(f"<mtr>{row}</mtr>" for row in rows)
-    return f'<div class="maths"><math display="block"><mtable>{table}</mtable></math></div>'
+    table = f'<math display="block"><mtable displaystyle="true">{table}</mtable></math>'
+    return f'<div class="maths" data-search-exclude="">{table}</div>'
 
 
 class EquationBlocks(BlockProcessor):
@@ -154,40 +159,32 @@ class EquationBlocks(BlockProcessor):
             blocks.insert(0, rest)
 
 
-class Scripts(InlineProcessor):
-    """x_{k+1} in the text, with its scripts lowered or raised."""
+class Inline(InlineProcessor):
+    """x_{k+1} in the text with its script lowered; on a page with equations, letters italic."""
 
-    def handleMatch(self, m: re.Match, data: str) -> tuple[str, int, int]:  # noqa: N802, ARG002
-        return self.md.htmlStash.store(self.markup(m[0])), m.start(), m.end()
+    def handleMatch(  # noqa: N802
+        self,
+        m: re.Match[str],
+        data: str,  # noqa: ARG002
+    ) -> tuple[str | None, int | None, int | None]:
+        html = self.markup(m)
+        return (None,) * 3 if html == m[0] else (self.md.htmlStash.store(html), m.start(), m.end())
 
-    def markup(self, text: str) -> str:
-        base, scripts = re.match(rf"(.+?)((?:{SCRIPT})+)$", text).groups()
-        italic = getattr(self.md, "has_equations", False) and len(base) == 1 and base.isalpha()
+    def markup(self, match: re.Match[str]) -> str:
+        base, scripts = re.match(rf"(.+?)((?:{SCRIPT})*)$", match[0]).groups()
+        italic = getattr(self.md, "has_equations", False) and re.fullmatch("[A-Za-zα-ω]", base)
         html = f"<i>{base}</i>" if italic else base
         for script in re.findall(SCRIPT, scripts):
             tag = "sub" if script[0] == "_" else "sup"
-            inner = re.sub(r"^\{(.*)\}$", r"\1", script[1:])
-            inner = re.sub(WITH_SCRIPTS, lambda m: self.markup(m[0]), escape(inner))
-            html += f"<{tag}>{inner}</{tag}>"
+            inside = re.sub(r"^\{(.*)\}$", r"\1", script[1:])
+            inside = re.sub(f"{WITH_SCRIPTS}|{LETTER}", self.markup, escape(inside))
+            html += f"<{tag}>{inside}</{tag}>"
         return html
-
-
-class Letters(InlineProcessor):
-    def handleMatch(  # noqa: N802
-        self,
-        m: re.Match,
-        data: str,  # noqa: ARG002
-    ) -> tuple[Element | None, int | None, int | None]:
-        if not getattr(self.md, "has_equations", False):
-            return None, None, None
-        element = Element("i")
-        element.text = m[0]
-        return element, m.start(), m.end()
 
 
 class Maths(Extension):
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
         md.parser.blockprocessors.register(EquationBlocks(md.parser), "equations", 85)
         # Below code spans, above emphasis: the star of x_* starts none.
-        md.inlinePatterns.register(Scripts(WITH_SCRIPTS, md), "scripts", 185)
-        md.inlinePatterns.register(Letters(LETTER, md), "letters", 5)
+        md.inlinePatterns.register(Inline(WITH_SCRIPTS, md), "scripts", 185)
+        md.inlinePatterns.register(Inline(LETTER, md), "letters", 5)
