@@ -24,7 +24,7 @@ CLOSING = {"(": ")", "[": "]", "⟨": "⟩"}
 RAISED = {"²": "<mn>2</mn>", "³": "<mn>3</mn>", "'": "<mo>′</mo>"}
 # {…} with one more pair inside, a number with its sign, a word, a star or an infinity.
 SCRIPT = r"[_^](?:\{(?:[^{}]|\{[^{}]*\})*\}|[-−]?\d+|[A-Za-z]+(?![A-Za-z0-9_])|[*∞])"
-WITH_SCRIPTS = rf"(?:(?<![A-Za-z0-9_.#-])(?:[^\W\d_]|mean|\d+)|[)|‖∑])(?:{SCRIPT})+"
+WITH_SCRIPTS = rf"(?:(?<![A-Za-z0-9_.#])(?<![A-Za-z]-)(?:[^\W\d_]|mean|\d+)|[)|‖∑])(?:{SCRIPT})+"
 # Not the words "a", "A" and "I", nor the language C; not a part of "D-Adaptation" or "s.e.".
 LETTER = r"(?<![\w'’.-])[b-zBD-HJ-Z](?![A-Za-z0-9_]|['’.-]\w)|[α-ω]"
 
