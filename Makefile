@@ -6,14 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 
-.PHONY: demo check test test-all reports lint clean
+.PHONY: demo check test test-all reports docs lint clean
 
 # Without decay, where AdamW is Adam, and with 3 seeds: about a minute on two cores.
 demo: $(DEMO)/ready
 	$(DEMO)/bin/cubegrad compare digits --methods madgrad,sgd,adam,adagrad --decay 0 --seeds 3 \
 		--out runs/demo
 
-SLOW := browser or compilation or exhaustive or plots or processes or ray or training
+SLOW := browser or compilation or exhaustive or plots or processes or ray or site or training
 
 # At most 8 cases of each test that has none of the markers of slow tests.
 check: lint
@@ -29,6 +29,12 @@ test-all: lint
 reports: $(READY)
 	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
 	rm -f docs/results/*/report/*.svg
+
+# The documentation site in out/site; a warning or a broken link is an error. (The variable silences an
+# announcement of the theme's next version.)
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open out/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .

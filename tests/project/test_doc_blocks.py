@@ -10,26 +10,40 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from cubegrad import MADGRAD
+import cubegrad
 
 ROOT = Path(__file__).parents[2]
 PAGES = {  # how many blocks they have
-    "README.md": 7,
+    "README.md": 1,
+    "docs/algorithm.md": 1,
     "docs/auto.md": 1,
+    "docs/distributed.md": 2,
     "docs/gradient_release.md": 1,
+    "docs/index.md": 1,
+    "docs/jax.md": 4,
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
+    "docs/using.md": 3,
+}
+ELSEWHERE = {  # pages whose blocks other tests run
+    "docs/editing_weights.md": "tests/optim/test_edit_docs.py",
+    "docs/own_problem.md": "tests/study/test_cli.py",
 }
 NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "fully_shard(": "needs a process group; tests/optim/test_distributed.py shards so",
+    "dcp.save(": "needs a process group; tests/optim/test_distributed.py saves so",
     'torch.device("cuda")': "needs a GPU; tests/project/test_one_gpu.py runs the example",
 }
-SIGNATURE = "MADGRAD(params, lr=1e-2, momentum"  # documentation, not code: compared below
+SIGNATURES = {  # documentation, not code: compared below
+    "MADGRAD(params, lr=1e-2, momentum": "docs/using.md",
+    "madgrad(learning_rate=1e-2, momentum": "docs/jax.md",
+}
 
 OLD_GROUP = {  # of the package madgrad, over the model's 4 parameters
     "lr": 1e-2,
@@ -56,13 +70,14 @@ def names_of_a_reader() -> dict[str, Any]:
         "inputs": inputs,
         "targets": targets,
         "batches": [(inputs, targets)] * 3,
+        "params": {"weight": np.zeros((64, 64), np.float32)},  # in JAX
     }
 
 
 def run(page: str) -> None:
     names: dict[str, Any] = {}
     for index, block in enumerate(blocks(page)):
-        if block.startswith(SIGNATURE):
+        if block.startswith(tuple(SIGNATURES)):
             continue
         code = compile(block, f"{page}, block {index}", "exec")
         if not any(part in block for part in NOT_RUN):
@@ -85,17 +100,26 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 
 def test_every_reason_is_needed():
     everything = "".join(block for page in PAGES for block in blocks(page))
-    assert all(part in everything for part in [*NOT_RUN, SIGNATURE])
+    assert all(part in everything for part in [*NOT_RUN, *SIGNATURES])
 
 
-def test_the_signature_is_that_of_the_class():
-    (shown,) = (block for block in blocks("README.md") if block.startswith(SIGNATURE))
-    arguments = ast.parse(f"def {shown.strip()}: ...").body[0].args
-    own = inspect.signature(MADGRAD).parameters.values()
-    documented = [a.arg for a in arguments.args], [a.arg for a in arguments.kwonlyargs]
+def test_every_page_with_blocks_is_run():
+    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert {page for page in pages if blocks(page)} == {*PAGES, *ELSEWHERE} - {"README.md"}
+    assert all(page in (ROOT / test).read_text() for page, test in ELSEWHERE.items())
+
+
+@pytest.mark.parametrize("start", SIGNATURES)
+def test_a_signature_is_that_of_the_code(start):
+    module = pytest.importorskip("cubegrad.optax") if start.islower() else cubegrad
+    (shown,) = (block for block in blocks(SIGNATURES[start]) if block.startswith(start))
+    function = ast.parse(f"def {shown.strip()}: ...").body[0]
+    own = inspect.signature(getattr(module, function.name)).parameters.values()
+    documented = [a.arg for a in function.args.args], [a.arg for a in function.args.kwonlyargs]
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     assert documented == tuple([p.name for p in own if p.kind is kind] for kind in kinds)
-    values = [ast.literal_eval(v) for v in (*arguments.defaults, *arguments.kw_defaults)]
+    defaults = (*function.args.defaults, *function.args.kw_defaults)
+    values = [ast.literal_eval(value) for value in defaults]
     assert values == [p.default for p in own if p.default is not p.empty]
 
 

@@ -1,4 +1,4 @@
-"""The command: what it prints, what it refuses, and the problem of the README."""
+"""The command: what it prints, what it refuses, and the problem of docs/own_problem.md."""
 
 import os
 import re
@@ -175,11 +175,11 @@ def test_compare_reruns_a_broken_line_and_reports(
 
 
 @pytest.mark.processes
-def test_the_problem_of_the_readme_runs_unchanged(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
+def test_the_problem_of_the_docs_runs_unchanged(tmp_path: Path) -> None:
+    text = (ROOT / "docs/own_problem.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"here in `mine\.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
     assert code.count("\n") <= 25
-    assert "cubegrad compare mine:problem" in readme
+    assert "cubegrad compare mine:problem" in text
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     script = Path(sys.executable).with_name("cubegrad")
     assert script.exists(), "pip install -e . makes the console script"

@@ -13,14 +13,15 @@ __all__ = ["MADGRAD", "MirrorMADGRAD", "estimated_lr"]
 
 
 class MADGRAD(BaseOptimizer):
-    r"""MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
+    """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
 
-    Algorithm 1 of the paper, with :math:`\lambda_k = \gamma_k \sqrt{k+1}`:
+    Algorithm 1 of the paper, for k = 0, 1, …:
 
-    .. math::
-        s_{k+1} = s_k + \lambda_k g_k, \quad \nu_{k+1} = \nu_k + \lambda_k g_k^2, \quad
-        z_{k+1} = x_0 - s_{k+1} / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
-        x_{k+1} = (1-c) x_k + c z_{k+1}
+        λ_k     = γ_k √(k+1)
+        s_{k+1} = s_k + λ_k g_k
+        ν_{k+1} = ν_k + λ_k g_k²
+        z_{k+1} = x_0 − s_{k+1} / (∛ν_{k+1} + ε)
+        x_{k+1} = (1−c) x_k + c z_{k+1}
 
     Args:
         params: tensors, named tensors or groups, as any torch optimizer takes them.
@@ -36,7 +37,8 @@ class MADGRAD(BaseOptimizer):
         decoupled_lr: shrink them by 1 - weight_decay * lr / (the group's first lr) instead,
             which does not depend on the size of lr; implies decoupled decay.
         maximize: ascend.
-        foreach, fused: pick the backend as in torch; both None takes the fastest that fits.
+        foreach: pick the backend as in torch; if this and `fused` are None, the fastest that fits.
+        fused: as `foreach`.
         capturable: keep the step count on the device and never read a tensor on the host.
         differentiable: let autograd run through `step`.
         compact: keep about 4 bytes of state per parameter instead of 12 (3 at momentum 0), in
@@ -77,22 +79,19 @@ class MADGRAD(BaseOptimizer):
 
 
 class MirrorMADGRAD(BaseOptimizer):
-    r"""The mirror-descent form of MADGRAD, as the authors' package has it.
+    """The mirror-descent form of MADGRAD, as the authors' package has it.
 
-    MADGRAD weighs :math:`g_i^2` by :math:`\gamma\sqrt{i+1}`. Divide its sum by
-    :math:`\gamma\sqrt{k+1}` and the weights become relative to the newest gradient's:
+    MADGRAD weighs g_i² by γ √(i+1). Divide its sum by γ √(k+1) and the weights become relative to
+    the newest gradient's:
 
-    .. math:: \nu_{k+1} = \sqrt{k/(k+1)}\, \nu_k + g_k^2
+        ν_{k+1} = √(k/(k+1)) ν_k + g_k²
 
-    so that MADGRAD's denominator is :math:`\gamma^{1/3} (k+1)^{1/6} \sqrt[3]{\nu_{k+1}}`. Its
-    newest term :math:`\gamma \sqrt{k+1}\, g_k` over that denominator is
-    :math:`\gamma^{2/3} (k+1)^{1/3} g_k / \sqrt[3]{\nu_{k+1}}`. Mirror descent moves z by this
-    newest term and leaves the older ones as they were added; the constant
-    :math:`\gamma^{2/3}` is called lr:
+    so that MADGRAD's denominator is γ^{1/3} (k+1)^{1/6} ∛ν_{k+1}. Its newest term γ √(k+1) g_k over
+    that denominator is γ^{2/3} (k+1)^{1/3} g_k / ∛ν_{k+1}. Mirror descent moves z by this newest
+    term and leaves the older ones as they were added; the constant γ^{2/3} is called lr:
 
-    .. math::
-        z_{k+1} = z_k - \gamma (k+1)^{1/3} g_k / (\sqrt[3]{\nu_{k+1}} + \epsilon), \quad
-        x_{k+1} = (1-c) x_k + c z_{k+1}
+        z_{k+1} = z_k − γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
+        x_{k+1} = (1−c) x_k + c z_{k+1}
 
     Nothing pulls back to x_0, so decoupled decay simply shrinks z and x. Arguments as for
     `MADGRAD`, with eps 0 by default; sparse gradients are refused, since ν changes everywhere.

@@ -12,8 +12,9 @@ are then the same with any number of workers, and when a search is resumed.
 
 A large learning rate looks worse early than it ends: noise hides its progress until a schedule
 lowers it. So the next larger rate of the best setting is finished too, until no larger one is
-better. On the README's problem under `cosine`, the early losses of 7 rates of MADGRAD differ by
-4 %: without this, the search ended at lr 0.001 and a test loss of 0.48; with it, at 0.1 and 0.10.
+better. On the problem of docs/own_problem.md under `cosine`, the early losses of 7 rates of MADGRAD
+differ by 4 %: without this, the search ended at lr 0.001 and a test loss of 0.48; with it, at 0.1
+and 0.10.
 """
 
 import math
