@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,6 +33,7 @@ def table(rows: int, columns: int) -> list[tuple[Tensor, ...]]:
     return [torch.empty(columns, dtype=torch.float64, device="cuda").unbind() for _ in range(rows)]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_auto_gpu.py asks the GPU itself")
 def test_an_estimate_advances_without_copies_to_the_device() -> None:
     """Each would wait for the device, and could not be captured in a graph."""
     with FakeTensorMode(), Copies() as copies:
