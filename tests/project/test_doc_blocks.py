@@ -24,6 +24,7 @@ PAGES = {  # how many blocks they have
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
+    "docs/param_groups.md": 4,
 }
 NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "fully_shard(": "needs a process group; tests/optim/test_distributed.py shards so",
