@@ -184,12 +184,15 @@ def test_a_head_before_the_blocks_and_lists_of_embeddings_and_heads():
     model.between = nn.Linear(2, 2, bias=False)
     model.encoder_layer_1 = nn.Linear(2, 2, bias=False)
     model.positions = nn.Embedding(2, 2)
+    model.layernorm_embedding = nn.LayerNorm(2, bias=False)
+    model.embed_out = nn.Linear(2, 2, bias=False)
     model.heads = nn.ModuleList([nn.Linear(2, 2, bias=False)])
     found = names(model, param_groups(model, lr=1.0, layer_decay=0.5, no_decay=()))
     tables = ["embeddings.0.weight", "embeddings.1.weight", "positions.weight"]
+    tables.append("layernorm_embedding.weight")
     assert found == {
         "depth_0/decay": tables,
         "depth_1/decay": ["encoder_layer_0.weight", "between.weight"],
         "depth_2/decay": ["encoder_layer_1.weight"],
-        "depth_3/decay": ["head.weight", "heads.0.weight"],
+        "depth_3/decay": ["head.weight", "embed_out.weight", "heads.0.weight"],
     }

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {  # how many blocks they have
     "README.md": 7,
     "docs/auto.md": 1,
+    "docs/coming_from.md": 1,
     "docs/gradient_release.md": 1,
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,

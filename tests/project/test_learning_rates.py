@@ -4,6 +4,9 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+
+from cubegrad import MADGRAD
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = DOCS.parent / "benchmarks" / "results"
@@ -54,6 +57,26 @@ def test_the_page_for_newcomers_has_the_table_of_the_small_nets():
     assert sensitivity.table(lines) in (DOCS / "coming_from.md").read_text()
     for cell in sensitivity.cells():
         assert sensitivity.missing(cell, lines) is None  # every search has ended
+
+
+def test_a_larger_loss_needs_a_rate_that_is_smaller_by_its_root():
+    ends = []
+    for size in (1.0, 64.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = MADGRAD(model.double().parameters(), lr=0.01 / size**0.5, eps=0.0)
+        x = torch.randn(32, 8, dtype=torch.float64)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (size * (model(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+            optimizer.step()
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)
+
+
+def test_the_page_for_newcomers_has_the_settings_of_the_records():
+    starts = importlib.import_module("which_lr").starts()
+    assert starts in (DOCS / "coming_from.md").read_text()
 
 
 def test_a_search_of_the_small_nets_grows_at_its_edges():

@@ -133,11 +133,18 @@ def depths_of(uses: list[Use]) -> dict[str, int]:
             depths[use.name] = last
         elif any(HEAD.fullmatch(part) for part in use.path):
             depths[use.name] = head
-        elif kind_of(use) == "embeddings":
+        elif _is_of_embedding(use):
             depths[use.name] = 0
         else:
             depths[use.name] = head if last == len(blocks) else last
     return depths
+
+
+def _is_of_embedding(use: Use) -> bool:
+    """Also its norm, such as BART's layernorm_embedding, which is registered after the blocks."""
+    kind = kind_of(use)
+    named = any(EMBEDDING_NAME.search(part) for part in use.path)
+    return kind == "embeddings" or (named and kind != "weights")
 
 
 def _block(use: Use) -> str:
