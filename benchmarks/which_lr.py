@@ -2,17 +2,20 @@
 
     PYTHONPATH=src python3 benchmarks/which_lr.py
 
-docs/learning_rate.md has the table. A row has the best lr of the search at its best decay, its
-ratio to the best of Adam (or AdamW), the same ratio in the paper's tables, and how flat the optimum
-is: what the result changes at the next values of the grid.
+docs/learning_rate.md has the first table. A row has the best lr of the search at its best decay,
+its ratio to the best of Adam (or AdamW), the same ratio in the paper's tables, and how flat the
+optimum is: what the result changes at the next values of the grid.
+
+docs/coming_from.md has the second one: MADGRAD's best settings here and in the paper.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cubegrad.study import report
+from cubegrad.study.experiments import Experiment
 from cubegrad.study.records import Runs
 from cubegrad.study.statistics import Summary
 
@@ -53,12 +56,17 @@ def neighbours(summary: Summary, higher_is_better: bool) -> Iterator[str]:
         yield f"×{factor:.2g}: {change}"
 
 
-def row(kind: Kind) -> list[str]:
+def search(kind: Kind) -> tuple[Experiment, Summary, Summary]:
+    """The runs of a problem; MADGRAD and Adam, or AdamW, among them."""
     records = Runs(RESULTS / kind.folder).load()[0].values()
     own = [record for record in records if record.settings.preset == kind.preset]
     (experiment,) = report.experiments(own)
-    found = {summary.entry.partition("@")[0]: summary for summary in experiment.summaries}
-    madgrad, adam = found["madgrad"], found.get("adamw") or found["adam"]
+    found = {summary.method: summary for summary in experiment.summaries}
+    return experiment, found["madgrad"], found.get("adamw") or found["adam"]
+
+
+def row(kind: Kind) -> list[str]:
+    experiment, madgrad, adam = search(kind)
     assert madgrad.best is not None
     assert adam.best is not None
     published = experiment.paper.best if experiment.paper else {}
@@ -77,12 +85,44 @@ def row(kind: Kind) -> list[str]:
     ]
 
 
+def start(kind: Kind) -> list[str]:
+    """From which learning rate and decay to which, in the paper and here; and what they were."""
+    experiment, madgrad, adam = search(kind)
+    assert madgrad.best is not None
+    assert adam.best is not None
+    paper = experiment.paper
+    if paper is None:  # sizes of models differ too much for more than a ratio
+        lr = f"{madgrad.best[0] / adam.best[0]:.2g}× Adam's"
+        return [kind.model, lr, f"{madgrad.best[1]:g}", "–", text(madgrad.best)]
+    own, theirs = madgrad.best, paper.best["madgrad"]
+    lr, decay = (span(own[axis], theirs[axis]) for axis in (0, 1))
+    length = f"{paper.architecture.partition(',')[0].strip('.')}, {paper.length}"
+    return [kind.model, lr, decay, f"{text(theirs)} ({length})", text(own)]
+
+
+def text(setting: Sequence[float]) -> str:
+    return f"{setting[0]:g}, {setting[1]:g}"
+
+
+def span(one: float, other: float) -> str:
+    low, high = sorted((one, other))
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def starts() -> str:
+    heads = ["model", "start from lr", "decay", "the paper's lr, decay", "ours"]
+    return markdown([heads, ["---"] * len(heads), *map(start, KINDS)])
+
+
 def table() -> str:
     heads = ["model", "MADGRAD's best lr", "Adam's", "ratio", "the paper's ratio"]
     heads += ["decay: MADGRAD, Adam", "MADGRAD at the next lr", "Adam at the next lr"]
-    lines = [heads, ["---"] * len(heads), *map(row, KINDS)]
+    return markdown([heads, ["---"] * len(heads), *map(row, KINDS)])
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    sys.stdout.write(f"{table()}\n\n{starts()}\n")

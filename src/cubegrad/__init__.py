@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cubegrad import backends, family, interop, memory, theory
+    from cubegrad.groups import param_groups
     from cubegrad.optim import MADGRAD, MirrorMADGRAD, estimated_lr
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "family",
     "interop",
     "memory",
+    "param_groups",
     "theory",
 ]
 
@@ -28,6 +30,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("MADGRAD", "MirrorMADGRAD", "estimated_lr"):
         value = getattr(importlib.import_module("cubegrad.optim"), name)
+    elif name == "param_groups":
+        value = importlib.import_module("cubegrad.groups").param_groups
     elif name in ("backends", "family", "interop", "memory", "theory"):
         value = importlib.import_module(f"cubegrad.{name}")
     else:

@@ -22,6 +22,7 @@ PAGES = {  # how many blocks they have
     "README.md": 1,
     "docs/algorithm.md": 1,
     "docs/auto.md": 1,
+    "docs/coming_from.md": 1,
     "docs/distributed.md": 2,
     "docs/gradient_release.md": 1,
     "docs/index.md": 1,
@@ -29,6 +30,7 @@ PAGES = {  # how many blocks they have
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
+    "docs/param_groups.md": 4,
     "docs/using.md": 3,
 }
 ELSEWHERE = {  # pages whose blocks other tests run

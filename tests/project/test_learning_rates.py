@@ -1,9 +1,12 @@
-"""The pages whose tables are made from records: which learning rate, and bfloat16 weights."""
+"""The pages whose tables and figures are made from records: learning rates, bfloat16 weights."""
 
 import importlib
 from pathlib import Path
 
 import pytest
+import torch
+
+from cubegrad import MADGRAD
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = DOCS.parent / "benchmarks" / "results"
@@ -34,3 +37,64 @@ def test_the_page_on_memory_has_the_losses_of_the_records():
     small = [line.split(" | ") for line in lines.splitlines()[2:] if "| 0.002 |" not in line]
     assert len(small) == 8
     assert all(cells[4] in page for cells in small)
+
+
+@pytest.mark.plots
+def test_the_figure_of_learning_rates_is_drawn_from_the_records(tmp_path):
+    which_lr, plot_lr = map(importlib.import_module, ("which_lr", "plot_lr"))
+    experiment, madgrad, _ = which_lr.search(which_lr.KINDS[1])
+    points = dict(plot_lr.losses(madgrad, experiment.judge.higher_is_better))
+    assert max(points.values()) == points[madgrad.best[0]] == 0
+    assert points[0.005] == pytest.approx(-0.74)  # as in the table
+    figure = tmp_path / "lr.png"
+    plot_lr.main([str(figure)])
+    assert figure.stat().st_size > 50_000
+
+
+def test_the_page_for_newcomers_has_the_table_of_the_small_nets():
+    sensitivity = importlib.import_module("sensitivity")
+    lines = sensitivity.load(sensitivity.RESULTS)
+    assert sensitivity.table(lines) in (DOCS / "coming_from.md").read_text()
+    for cell in sensitivity.cells():
+        assert sensitivity.missing(cell, lines) is None  # every search has ended
+
+
+def test_a_larger_loss_needs_a_rate_that_is_smaller_by_its_root():
+    ends = []
+    for size in (1.0, 64.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = MADGRAD(model.double().parameters(), lr=0.01 / size**0.5, eps=0.0)
+        x = torch.randn(32, 8, dtype=torch.float64)
+        for _ in range(20):
+            optimizer.zero_grad()
+            (size * (model(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+            optimizer.step()
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)
+
+
+def test_the_page_for_newcomers_has_the_settings_of_the_records():
+    starts = importlib.import_module("which_lr").starts()
+    assert starts in (DOCS / "coming_from.md").read_text()
+
+
+def test_a_search_of_the_small_nets_grows_at_its_edges():
+    sensitivity = importlib.import_module("sensitivity")
+    cell, lines, tried = sensitivity.Cell("convnet", "adam"), [], []
+    while (lr := sensitivity.missing(cell, lines)) is not None:
+        tried.append(lr)
+        lines.append(sensitivity.Line(cell, lr, (1 + 3 * abs(lr - 0.1), 1.2 + 3 * abs(lr - 0.1))))
+    assert tried == [0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25]
+    assert sensitivity.entry(cell, lines) == "0.1 (0.05 to 0.1): 1.100 ± 0.2"
+
+
+def test_a_run_of_the_small_nets_is_saved_and_loaded(tmp_path):
+    sensitivity = importlib.import_module("sensitivity")
+    cell = sensitivity.Cell("transformer", batch=256, epochs=1, momentum=0.0)
+    line = sensitivity.run(cell, 0.01, (1,))
+    assert 0 < line.losses[0] < 3
+    diverged = line._replace(losses=(float("inf"),))
+    for one in (line, diverged):
+        sensitivity.save(tmp_path / "lines.jsonl", one)
+    assert sensitivity.load(tmp_path / "lines.jsonl") == [line, diverged]
