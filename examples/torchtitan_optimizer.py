@@ -5,8 +5,8 @@ On GPUs, where Python finds this file (in the current folder, say):
     torchrun --nproc-per-node 8 -m torchtitan.train --job.config_file train.toml \\
         --experimental.custom_import torchtitan_optimizer --model.name llama3_madgrad
 
-torchtitan's Trainer needs a GPU. Run by itself, this file trains a tiny Llama on a CPU with the same
-optimizers, schedule and loss.
+torchtitan's Trainer needs a GPU. Run by itself, this file trains a tiny Llama on a CPU with the
+same optimizers, schedule and loss.
 """
 
 import dataclasses

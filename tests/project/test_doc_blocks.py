@@ -24,10 +24,14 @@ PAGES = {  # how many blocks they have
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
+    "docs/recipes.md": 7,
 }
 NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "fully_shard(": "needs a process group; tests/optim/test_distributed.py shards so",
     'torch.device("cuda")': "needs a GPU; tests/project/test_one_gpu.py runs the example",
+    "from timm": "not in the environment; tests/project/test_recipes.py runs the example",
+    "from torchtitan": "takes 8 s to import; tests/project/test_recipes.py runs the example",
+    "import deepspeed": "not in the environment; tests/project/test_recipes.py runs the example",
 }
 SIGNATURE = "MADGRAD(params, lr=1e-2, momentum"  # documentation, not code: compared below
 
