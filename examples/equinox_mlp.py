@@ -8,19 +8,17 @@ from jax import Array, random
 
 from cubegrad.optax import madgrad
 
-Parts = dict[str, eqx.nn.Linear]
 
-
-def mean_loss(model: Parts, points: Array, labels: Array) -> Array:
+def mean_loss(model: dict, points: Array, labels: Array) -> Array:
     scores = jax.vmap(lambda point: model["head"](jax.nn.relu(model["body"](point))))(points)
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
 
-def train(model: Parts, tx: optax.GradientTransformation, data: tuple, steps: int) -> Parts:
+def train(model: dict, tx: optax.GradientTransformation, data: tuple, steps: int) -> dict:
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
-    def step(model: Parts, state: optax.OptState, batch: tuple) -> tuple[Parts, optax.OptState]:
+    def step(model: dict, state: optax.OptState, batch: tuple) -> tuple[dict, optax.OptState]:
         grads = eqx.filter_grad(mean_loss)(model, *batch)
         params = eqx.filter(model, eqx.is_inexact_array)
         updates, state = tx.update(grads, state, params)  # MADGRAD needs the params
@@ -45,7 +43,7 @@ def two_rates(body: float, head: float) -> optax.GradientTransformation:
     return optax.multi_transform(rates, {"body": "slow", "head": "fast"})
 
 
-def main(steps: int = 200) -> Parts:
+def main(steps: int = 200) -> dict:
     points = random.normal(random.key(1), (1024, 2))
     data = points, (jnp.linalg.norm(points, axis=1) > 1.2).astype(int)
     body, head = random.split(random.key(2))

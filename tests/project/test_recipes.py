@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.training
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Stands for a job that is killed."""
 
 
@@ -52,11 +52,11 @@ def stopped_in_step(step: int) -> Iterator[None]:
 
     def stop(*_: Any) -> None:
         if next(steps) == step:
-            raise Stopped
+            raise StoppedError
 
     hook = register_optimizer_step_post_hook(stop)
     try:
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             yield
     finally:
         hook.remove()
@@ -90,13 +90,16 @@ def accuracy(output: str) -> float:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_plain_pytorch_resumes_bit_for_bit(recipe, tmp_path, capsys):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_plain_pytorch_resumes_bit_for_bit(recipe, tmp_path, monkeypatch, capsys, dtype):
+    monkeypatch.setattr(torch, "bfloat16", dtype)  # float16: the way of a GPU, with a GradScaler
     main = recipe("plain_pytorch").main
     unbroken = main(tmp_path / "unbroken.pt", epochs=6)
     with stopped_in_step(100):  # in epoch 4
         main(tmp_path / "stopped.pt", epochs=6)
     resumed = main(tmp_path / "stopped.pt", epochs=6)
     assert equal(unbroken, resumed)
+    assert bool(torch.load(tmp_path / "stopped.pt")["scaler"]) == (dtype == torch.float16)
     output = capsys.readouterr().out
     assert "3 epochs from the checkpoint, 3 trained" in output
     assert accuracy(output) > 90
