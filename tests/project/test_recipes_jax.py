@@ -56,7 +56,7 @@ def test_flax_learns_while_its_rate_is_changed(recipe, capsys):
     assert rates == pytest.approx([1e-2, 7e-3, 4.9e-3, 3.43e-3])
     state = nnx.state(optimizer)["opt_state"]["inner_opt_state"]
     assert state["hyperparams"]["learning_rate"][...] == pytest.approx(1e-2 * 0.7**4)
-    assert losses(output)[-1] < 0.5 < losses(output)[0]  # 0.54, then 0.27
+    assert losses(output)[-1] < 0.4  # 0.25 to 0.27 with 3 seeds; ln 2 = 0.69 at first
 
 
 def params(model: object) -> object:
@@ -98,7 +98,7 @@ def model_in_equinox() -> dict[str, object]:
 def test_equinox_learns(recipe, capsys):
     recipe("equinox_mlp").main(steps=100)
     head, everything = losses(capsys.readouterr().out)
-    assert everything < head < 0.5  # 0.21 and 0.09; ln 2 = 0.69 at first
+    assert everything < head < 0.4  # 0.10 to 0.11, 0.18 to 0.19 with 3 seeds; ln 2 at first
 
 
 def test_masked_leaves_stay_as_they_are(recipe):
