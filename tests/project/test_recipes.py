@@ -135,9 +135,8 @@ def test_lightning_cycles_logs_and_resumes_bit_for_bit(recipe, tmp_path):
     assert max(momenta) == momenta[0] == 0.95
     before_each_16th = pytest.approx(estimates[14::16])  # logged in float32
     assert logged(tmp_path / "unbroken", "estimated_lr") == before_each_16th
-    assert (
-        logged(tmp_path / "unbroken", "loss")[-1] < 0.5
-    )  # 0.09 to 0.15 with 3 seeds, 0.69 at first
+    last_loss = logged(tmp_path / "unbroken", "loss")[-1]
+    assert last_loss < 0.5  # 0.09 to 0.15 with 3 seeds; ln 2 = 0.69 at first
 
 
 def logged(folder: Path, name: str) -> tuple[float, ...]:
