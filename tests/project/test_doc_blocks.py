@@ -31,6 +31,7 @@ PAGES = {  # how many blocks they have
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
     "docs/param_groups.md": 4,
+    "docs/recipes.md": 7,
     "docs/using.md": 3,
 }
 ELSEWHERE = {  # pages whose blocks other tests run
@@ -41,6 +42,9 @@ NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "fully_shard(": "needs a process group; tests/optim/test_distributed.py shards so",
     "dcp.save(": "needs a process group; tests/optim/test_distributed.py saves so",
     'torch.device("cuda")': "needs a GPU; tests/project/test_one_gpu.py runs the example",
+    "from timm": "not in the environment; tests/project/test_recipes.py runs the example",
+    "from torchtitan": "takes 8 s to import; tests/project/test_recipes.py runs the example",
+    "import deepspeed": "not in the environment; tests/project/test_recipes.py runs the example",
 }
 SIGNATURES = {  # documentation, not code: compared below
     "MADGRAD(params, lr=1e-2, momentum": "docs/using.md",
