@@ -24,11 +24,14 @@ PAGES = {  # how many blocks they have
     "docs/learning_rate.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
+    "docs/recipes_huggingface.md": 7,
 }
 NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "fully_shard(": "needs a process group; tests/optim/test_distributed.py shards so",
     'torch.device("cuda")': "needs a GPU; tests/project/test_one_gpu.py runs the example",
+    "SFTTrainer(": "needs a language model; tests/project/test_recipes_huggingface.py has one",
 }
+HUGGING_FACE = ("accelerate", "diffusers", "peft", "transformers")
 SIGNATURE = "MADGRAD(params, lr=1e-2, momentum"  # documentation, not code: compared below
 
 OLD_GROUP = {  # of the package madgrad, over the model's 4 parameters
@@ -75,9 +78,11 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     assert len(blocks(page)) == PAGES[page]
     if any("cubegrad.optax" in block for block in blocks(page)):
         pytest.importorskip("optax")
+    for library in HUGGING_FACE if page == "docs/recipes_huggingface.md" else ():
+        pytest.importorskip(library)
     torch.save({"optimizer": {"state": {}, "param_groups": [OLD_GROUP]}}, tmp_path / "old.pt")
     monkeypatch.chdir(tmp_path)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and any("autocast" in block for block in blocks(page)):
         autocast = torch.autocast
         monkeypatch.setattr(torch, "autocast", lambda _, dtype: autocast("cpu", dtype))
     run(page)
