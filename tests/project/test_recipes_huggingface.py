@@ -30,7 +30,6 @@ RECIPES = {  # the libraries that each of them imports
     "peft_lora.py": ["peft", "transformers"],
     "diffusers_ema.py": ["diffusers"],
 }
-LR_LINE = r"epoch (\d+): .*then lr (\S+)"
 
 pytestmark = [
     pytest.mark.training,
@@ -75,9 +74,7 @@ def test_a_recipe_is_short(name):
 
 
 @fixed_and_auto
-def test_trainer_resumes_in_the_middle_of_an_epoch_with_the_same_bits(
-    start, options, tmp_path, capsys
-):
+def test_trainer_resumes_mid_epoch_with_the_same_bits(start, options, tmp_path, capsys):
     options = ["--folder", str(tmp_path), *options]
     start("transformers_trainer.py", *options)
     first, last = losses(capsys.readouterr().out)
@@ -92,11 +89,13 @@ def test_trainer_resumes_in_the_middle_of_an_epoch_with_the_same_bits(
 
 def test_trainer_takes_an_optimizer_or_its_class(start, tmp_path):
     train = start("transformers_trainer.py", main=False)["train"]
-    given, built = (
-        flat(train(str(tmp_path), by_class=by_class).model.parameters())
-        for by_class in (False, True)
-    )
+    models = (train(str(tmp_path), by_class=way).model for way in (False, True))
+    given, built = (flat(model.parameters()) for model in models)
     assert torch.equal(given, built)
+
+
+def test_trainer_logs_the_estimate_beside_the_factor(start, tmp_path):
+    train = start("transformers_trainer.py", main=False)["train"]
     trainer = train(str(tmp_path), auto=True, by_class=True)
     logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     assert [entry["learning_rate"] for entry in logged] == pytest.approx(
@@ -112,13 +111,10 @@ def small_trainer(start: Any, folder: Path, optimizer: Any, **arguments: Any) ->
     names["set_seed"](0)
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = names["LlamaForCausalLM"](names["LlamaConfig"](**sizes, num_attention_heads=2))
-    args = names["TrainingArguments"](
-        str(folder), num_train_epochs=1, save_strategy="no", **arguments
-    )
-    data = names["counting"](128)
-    return names["Trainer"](
-        model, args, train_dataset=data, optimizers=(optimizer(model.parameters()), None)
-    )
+    arguments |= {"num_train_epochs": 1, "save_strategy": "no"}
+    args = names["TrainingArguments"](str(folder), **arguments)
+    pair = optimizer(model.parameters()), None
+    return names["Trainer"](model, args, train_dataset=names["counting"](128), optimizers=pair)
 
 
 def test_trainer_accumulates_to_the_weights_of_a_large_batch(start, tmp_path):
@@ -158,7 +154,8 @@ def test_accelerate_steps_the_schedule_with_the_optimizer(start, options, capsys
     output = capsys.readouterr().out
     first, *_, last = losses(output)
     assert last < first / 4  # measured: 0.56 and 0.040, 0.55 and 0.043
-    rates = {int(epoch): float(rate) for epoch, rate in re.findall(LR_LINE, output)}
+    printed = re.findall(r"epoch (\d+): .*then lr (\S+)", output)
+    rates = {int(epoch): float(rate) for epoch, rate in printed}
     assert rates[20] == 0
     if not options:
         cosine = {epoch: 1e-2 * (1 + math.cos(math.pi * epoch / 20)) / 2 for epoch in rates}
@@ -179,6 +176,35 @@ def test_accelerate_accumulates_to_the_weights_of_a_large_batch(start, auto):
     assert (small - large).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("lr", [1e-2, "auto"])
+def test_accelerate_resumes_with_the_same_bits(start, lr, tmp_path):
+    names = start("accelerate_loop.py", main=False)
+    weights = []
+    for epochs in (range(4), range(2, 4)):
+        names["set_seed"](0)
+        accelerator = names["Accelerator"](gradient_accumulation_steps=4)
+        model = nn.Linear(2, 1)
+        optimizer = MADGRAD(model.parameters(), lr=lr)
+        scheduler = names["CosineAnnealingLR"](optimizer, T_max=64)
+        loader = names["DataLoader"](names["sines"](128), 8, shuffle=True)
+        run = accelerator.prepare(model, optimizer, loader, scheduler)
+        for epoch in epochs:
+            if epoch == 2:
+                (accelerator.load_state if epochs.start else accelerator.save_state)(str(tmp_path))
+            one_epoch(accelerator, *run)
+        weights.append(flat(model.parameters()))
+    assert torch.equal(*weights)
+
+
+def one_epoch(accelerator, model, optimizer, loader, scheduler):
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 @fixed_and_auto
 def test_lora_goes_on_from_a_saved_adapter(start, options, tmp_path, capsys):
     names = start("peft_lora.py", "--folder", str(tmp_path), *options)
@@ -186,18 +212,16 @@ def test_lora_goes_on_from_a_saved_adapter(start, options, tmp_path, capsys):
     assert base < before / 4  # measured: 3.5 and 0.087
     assert last < first / 4  # measured: 6.8 and 0.012, 6.8 and 0.019
     model, optimizer = names["model"], names["optimizer"]
-    base_model = copy.deepcopy(model).unload()
-    loaded = names["load"](base_model, tmp_path, lr="auto" if options else 1e-2)
+    without_adapter = copy.deepcopy(model).unload()
+    loaded = names["load"](without_adapter, tmp_path, lr="auto" if options else 1e-2)
     saved = flat(model.parameters())
     tokens = torch.arange(16)[None]
-    for run_model, run_optimizer in ((model, optimizer), loaded):
+    for net, its_optimizer in ((model, optimizer), loaded):
+        its_optimizer.param_groups[0]["lr"] = 1.0 if options else 1e-2  # the schedule ended at 0
         for _ in range(3):
-            run_optimizer.param_groups[0]["lr"] = (
-                1.0 if options else 1e-2
-            )  # the schedule ended at 0
-            run_model(input_ids=tokens, labels=tokens).loss.backward()
-            run_optimizer.step()
-            run_optimizer.zero_grad()
+            net(input_ids=tokens, labels=tokens).loss.backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
     assert torch.equal(flat(loaded[0].parameters()), flat(model.parameters()))
     assert not torch.equal(flat(model.parameters()), saved)
 
@@ -211,8 +235,8 @@ def test_adalora_prunes_inside_edit_weights(start):
         torch.manual_seed(0)
         base = names["LlamaForCausalLM"](names["LlamaConfig"](**sizes, num_attention_heads=2))
         ranks = {"init_r": 8, "target_r": 3, "tinit": 5, "tfinal": 15, "deltaT": 5}
-        config = peft.AdaLoraConfig(target_modules="all-linear", total_step=45, **ranks)
-        model = peft.get_peft_model(base, config)
+        ranks |= {"total_step": 45, "target_modules": "all-linear"}
+        model = peft.get_peft_model(base, peft.AdaLoraConfig(**ranks))
         optimizer = MADGRAD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         values = [p for name, p in model.named_parameters() if "lora_E" in name]
         tokens = (torch.randint(32, (32, 1)) + 4 * torch.arange(16)) % 32
