@@ -1,7 +1,8 @@
 """Accelerate with MADGRAD: gradient accumulation, clipping and a prepared scheduler.
 
 python examples/accelerate_loop.py    # each step takes 4 batches of 16
-accelerate launch --num_processes 2 examples/accelerate_loop.py --auto
+accelerate launch --num_processes 2 examples/accelerate_loop.py --auto    # on 2 GPUs
+ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 examples/accelerate_loop.py    # on CPUs
 """
 
 import argparse
