@@ -32,6 +32,7 @@ PAGES = {  # how many blocks they have
     "docs/one_gpu.md": 1,
     "docs/param_groups.md": 4,
     "docs/recipes.md": 7,
+    "docs/recipes_huggingface.md": 7,
     "docs/using.md": 3,
 }
 ELSEWHERE = {  # pages whose blocks other tests run
@@ -45,7 +46,9 @@ NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "from timm": "not in the environment; tests/project/test_recipes.py runs the example",
     "from torchtitan": "takes 8 s to import; tests/project/test_recipes.py runs the example",
     "import deepspeed": "not in the environment; tests/project/test_recipes.py runs the example",
+    "SFTTrainer(": "needs a language model; tests/project/test_recipes_huggingface.py has one",
 }
+HUGGING_FACE = ("accelerate", "diffusers", "peft", "transformers")
 SIGNATURES = {  # documentation, not code: compared below
     "MADGRAD(params, lr=1e-2, momentum": "docs/using.md",
     "madgrad(learning_rate=1e-2, momentum": "docs/jax.md",
@@ -96,9 +99,11 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     assert len(blocks(page)) == PAGES[page]
     if any("cubegrad.optax" in block for block in blocks(page)):
         pytest.importorskip("optax")
+    for library in HUGGING_FACE if page == "docs/recipes_huggingface.md" else ():
+        pytest.importorskip(library)
     torch.save({"optimizer": {"state": {}, "param_groups": [OLD_GROUP]}}, tmp_path / "old.pt")
     monkeypatch.chdir(tmp_path)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and any("autocast" in block for block in blocks(page)):
         autocast = torch.autocast
         monkeypatch.setattr(torch, "autocast", lambda _, dtype: autocast("cpu", dtype))
     run(page)

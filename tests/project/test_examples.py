@@ -89,5 +89,7 @@ def test_every_example_has_a_case() -> None:
     elsewhere |= {"plain_pytorch.py", "lightning_module.py", "torchtitan_optimizer.py"}
     elsewhere |= {"timm_train.py", "deepspeed_zero.py"}  # test_recipes.py
     elsewhere |= {"flax_nnx.py", "equinox_mlp.py"}  # test_recipes_jax.py
+    elsewhere |= {"transformers_trainer.py", "trl_sft.py", "accelerate_loop.py", "peft_lora.py"}
+    elsewhere |= {"diffusers_ema.py"}  # test_recipes_huggingface.py
     covered = {case.script for case in CASES} | elsewhere
     assert {path.name for path in EXAMPLES.glob("*.py")} == covered
