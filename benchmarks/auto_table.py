@@ -90,7 +90,8 @@ def table(records: Iterable[Record]) -> str:
     heads = ["", *(f"{one.problem}: {_metric(one)}" for one in found)]
     lines = [heads, ["---", *["---:"] * len(found)]]
     for column, label in COLUMNS.items():
-        lines.append([label, *(_cell(one, column) for one in found)])
+        if any(column in one.reached for one in found):
+            lines.append([label, *(_cell(one, column) for one in found)])
     body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([body, "", *standing(found)])
 
