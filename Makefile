@@ -30,8 +30,8 @@ reports: $(READY)
 	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
 	rm -f docs/results/*/report/*.svg
 
-# The documentation site in out/site; a warning or a broken link is an error. (The variable silences an
-# announcement of the theme's next version.)
+# The documentation site in out/site; a warning or a broken link is an error. (The variable silences the
+# notice that mkdocs-material will be retired in May 2027.)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open out/site/index.html"
