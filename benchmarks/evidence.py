@@ -69,7 +69,8 @@ def _cell(one: Comparison, row: Row) -> str:
     text = number(one.final(row), one.unit)
     sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
     edge = " †" if row.summary.at_edge else ""
-    return (f"**{text}**" if row is shown[0] else text) + sign + edge
+    cell = (f"**{text}**" if row is shown[0] else text) + sign + edge
+    return cell.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def details(one: Comparison) -> Table:

@@ -15,7 +15,7 @@ MADGRAD, COMPACT = "madgrad", "-compact"
 # The columns of the first table; the peers have a page of their own.
 MAIN = (
     "madgrad", "sgd", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-compact",
-    "madgrad-auto", "madgrad-auto-compact",
+    "madgrad-auto",
 )  # fmt: skip
 # What a record does not know: the images of imagenet are whatever its folder has.
 TITLES = {
@@ -183,7 +183,7 @@ def _compare(places: dict[str, list[Record]]) -> Comparison:
         elif _with_another_rate(entry, summaries):
             left_out.append(f"{name}: only at another rate than MADGRAD's best")
         else:
-            against = _madgrad(places, home, summaries[base], folder) if base else {}
+            against = _madgrad(places, home, summaries[base], folder, judge) if base else {}
             gain = comparison.difference(_finals(runs, summary, judge), against, judge)
             rows.append(Row(label, folder, runs, summary, gain))
     way = -1 if judge.higher_is_better else 1
@@ -227,25 +227,22 @@ def _madgrad(
     home: dict[str, tuple[str, list[Record]]],
     base: Summary,
     folder: str,
+    judge: Judge,
 ) -> dict[int, float | None]:
     """MADGRAD's final results at its best setting, by seed: those of the same folder if it has any.
 
     fastmri does not repeat from day to day, so pairs of one day are the better pairs.
     """
     own = home[base.entry][1]
-    metric = own[0].about["metric"]
-    searched = {run.settings.seed for runs in statistics.searched(own).values() for run in runs}
-    for runs in (places[folder], own):
-        found = {
-            run.settings.seed: run.last(metric)
-            for run in runs
-            if run.settings.entry == base.entry
-            and (run.settings.lr, run.settings.decay) == base.best
-            and not run.cut
-            and not run.settings.hold_out
-            # A seed that chose MADGRAD's setting favours MADGRAD.
-            and run.settings.seed not in searched - {*base.seeds}
-        }
-        if found:
-            return found
-    return {}
+    # A seed that chose MADGRAD's setting favours MADGRAD.
+    chose = {run.settings.seed for runs in statistics.searched(own).values() for run in runs}
+    beside = {
+        run.settings.seed: run.last(judge.metric)
+        for run in places[folder]
+        if run.settings.entry == base.entry
+        and (run.settings.lr, run.settings.decay) == base.best
+        and run.settings.seed not in chose - {*base.seeds}
+        and not run.settings.hold_out
+        and not run.cut
+    }
+    return beside or _finals(own, base, judge)
