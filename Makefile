@@ -25,10 +25,11 @@ test: lint
 test-all: lint
 	CUBEGRAD_EXAMPLES=10 $(BIN)/pytest -n 2
 
-# The committed reports again, from their records.
+# The committed reports again, from their records, and the page over all of them.
 reports: $(READY)
 	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
 	rm -f docs/results/*/report/*.svg
+	$(BIN)/python benchmarks/evidence.py
 
 # The documentation site in out/site; a warning or a broken link is an error. (The variable silences the
 # notice that mkdocs-material will be retired in May 2027.)

@@ -1,0 +1,241 @@
+"""The statistics of docs/results/README.md, from all records in docs/results: tables and a figure.
+
+PYTHONPATH=src python3 benchmarks/evidence.py
+"""
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+
+import plot_evidence
+from evidence_rows import (
+    COMPACT,
+    MADGRAD,
+    MAIN,
+    Comparison,
+    Row,
+    comparisons,
+    load,
+    profile,
+    repeats,
+)
+
+from cubegrad.study import comparison
+from cubegrad.study.comparison import Difference
+from cubegrad.study.methods import METHODS, estimates, lr_text
+from cubegrad.study.records import Record
+from cubegrad.study.wording import listed, number
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # %
+RIVALS = ("sgd", "adam", "adamw", "adagrad")
+BETTER, WORSE = "▲", "▼"
+
+Table = list[list[str]]  # the first row is the header
+
+
+def markdown(rows: Table, left: int = 1) -> str:
+    """A table whose first columns are aligned to the left, the others to the right."""
+    lines = [rows[0], [*["---"] * left, *["---:"] * (len(rows[0]) - left)], *rows[1:]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def metric(one: Comparison) -> str:
+    return one.judge.metric + (f", {one.unit}" if one.unit else "")
+
+
+def length(one: Comparison) -> str:
+    """`10 epochs of 250 updates`, where the preset's options have the number of updates."""
+    options = json.loads(one.settings.options)
+    updates = options.get("updates") or options.get("steps")
+    return f"{one.settings.epochs} epochs" + (f" of {updates} updates" if updates else "")
+
+
+def overview(found: list[Comparison]) -> Table:
+    """Problems by methods: the result, and whether it differs from MADGRAD's."""
+    methods = [method for method in MAIN if any(one.row(method) for one in found)]
+    rows = [["", *(METHODS[method].label for method in methods)]]
+    for one in found:
+        found_rows = map(one.row, methods)
+        cells = ["–" if row is None else _cell(one, row) for row in found_rows]
+        rows.append([f"{one.title}, {one.settings.epochs} epochs: {metric(one)}", *cells])
+    return rows
+
+
+def _cell(one: Comparison, row: Row) -> str:
+    shown = [other for other in one.rows if other.method in MAIN]
+    text = number(one.final(row), one.unit)
+    sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
+    edge = " †" if row.summary.at_edge else ""
+    cell = (f"**{text}**" if row is shown[0] else text) + sign + edge
+    return cell.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def details(one: Comparison) -> Table:
+    """All methods of a problem, the best first."""
+    target = one.row("adam", "adamw")
+    heads = ["method", metric(one), "better than MADGRAD by", "lr", "decay", "seeds", "search"]
+    reached = f"epoch with {target.label if target else 'Adam'}'s result"
+    rows = [[*heads, reached, "GPU hours", "fastest run"]]
+    for row in one.rows:
+        s = row.summary
+        lr, decay = s.best or (math.nan, math.nan)
+        last = [point.mean for point in s.estimated_lr()[-1:]]
+        rows.append(
+            [
+                row.label,
+                number(one.final(row), one.unit),
+                "" if row.method == MADGRAD else gain(row.gain),
+                lr_text(row.method, lr, *last),
+                f"{decay:g}",
+                f"{len(s.seeds)}" + (f", {s.diverged} diverged" if s.diverged else ""),
+                _search(row),
+                _reached(one, row, target),
+                f"{sum(row.seconds) / 3600:.3f}",
+                f"{min(row.seconds):.0f} s",
+            ]
+        )
+    return rows
+
+
+def gain(found: Difference) -> str:
+    """`+0.25 [−0.53, +0.31]`, to two digits of the interval's half width; bold without 0 in it."""
+    point, interval = found.estimate, found.interval
+    if point is None:
+        return "–"
+    if interval is None:
+        return f"{point.mean:+.2g}".replace("-", "−")
+    half = (interval[1] - interval[0]) / 2
+    digits = max(1 - math.floor(math.log10(half)), 0) if half else 2
+    mean, low, high = (f"{value:+.{digits}f}" for value in (point.mean, *interval))
+    text = f"{mean} [{low}, {high}]".replace("-", "−")
+    return f"**{text}**" if found.sign else text
+
+
+def _search(row: Row) -> str:
+    s = row.summary
+    if not s.searched:
+        if estimates(row.method):
+            return "none needed"
+        return "MADGRAD's best" if row.method.endswith(COMPACT) else "elsewhere"
+    edge = f", {' and '.join(s.at_edge)} at the edge" if s.at_edge else ""
+    chosen = {r.settings.seed for r in row.records if len(row.records) > len(s.seeds)}
+    itself = ", by the same seeds" if chosen == set(s.seeds) else ""
+    return f"{s.searched} runs{edge}{itself}"
+
+
+def _reached(one: Comparison, row: Row, target: Row | None) -> str:
+    if target is None:
+        return "–"
+    curve, higher = row.summary.curves[one.judge.metric], one.judge.higher_is_better
+    epoch = comparison.first_epoch(curve, one.final(target).mean, higher)
+    return "never" if epoch is None else str(epoch)
+
+
+def robustness(found: list[Comparison]) -> Table:
+    """How much of a span of rates that all methods of a problem have run is near the best."""
+    heads = ["problem", "span", "method", "rates run", "decades"]
+    shares = [f"within {percent:g} %" for percent in TOLERANCES]
+    rows = [[*heads, *shares, "one step lower", "one step higher"]]
+    for one in found:
+        searched = [row for row in map(one.row, MAIN) if row and row.searched_lr]
+        profiles = {row.label: profile(one, row) for row in searched}
+        inside = {row.label for row in searched if "lr" not in row.summary.at_edge}
+        span = comparison.common_span(profiles[label] for label in inside)
+        for label, rates in profiles.items():
+            spans = [comparison.share_within(rates, percent, span) for percent in TOLERANCES]
+            known = [f"{100 * share.within / share.span:.0f} %" for share in spans if share.span]
+            gap = ", a gap" if label in inside and spans[0].missing > 1e-9 else ""
+            low, high = comparison.one_step_off(rates)
+            rows.append(
+                [
+                    one.title,
+                    f"{span[0]:+.1f} to {span[1]:+.1f}".replace("-", "−"),
+                    label,
+                    f"{len(rates)}{gap}",
+                    f"{rates[-1].offset - rates[0].offset:.1f}",
+                    *(known if label in inside else ["edge"] * len(TOLERANCES)),
+                    _behind(low),
+                    _behind(high),
+                ]
+            )
+    return rows
+
+
+def _behind(percent: float | None) -> str:
+    if percent is None:
+        return "not run"
+    if math.isinf(percent):
+        return "diverged"
+    return f"−{percent:.2g} %" if percent < 100 else "−100 % or more"
+
+
+def standing(found: list[Comparison]) -> list[str]:
+    """MADGRAD against each of the others, counted."""
+    lines = []
+    for rival in RIVALS:
+        signs = {one.title: row.gain.sign for one in found if (row := one.row(rival))}
+        parts = [
+            f"{word} on {len(names)}{f' ({listed(names)})' if names and sign else ''}"
+            for word, sign in (("better", -1), ("worse", 1), ("undecided", 0))
+            for names in [[name.partition(",")[0] for name in signs if signs[name] == sign]]
+        ]
+        count = f"{len(signs)} problem{'s' if len(signs) > 1 else ''}"
+        lines.append(f"- MADGRAD against {METHODS[rival].label}, {count}: {listed(parts)}.")
+    seconds = [record.seconds for one in found for row in one.rows for record in row.records]
+    lines.append(
+        f"- {len(seconds)} runs, {sum(seconds) / 3600:.1f} GPU hours as they were run, in "
+        f"{sum(len(one.rows) for one in found)} rows."
+    )
+    return lines
+
+
+def repeated(folders: dict[str, list[Record]]) -> str:
+    """How far the same run, made twice, is from itself."""
+    parts = [
+        f"up to {gap:.2g}{f' {unit}' if unit else ''} in {n} pairs ({problem})"
+        for problem, (gap, n, unit) in repeats(folders).items()
+    ]
+    if not parts:
+        return "- No run was repeated."
+    return f"- Repeated with the same seed on another day, by another commit: {listed(parts)}."
+
+
+def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
+    """The parts of the page that the records determine, by name."""
+    found, left_out = comparisons(folders)
+    every = [f"### {one.title}, {length(one)}\n\n{markdown(details(one))}" for one in found]
+    return {
+        "overview": markdown(overview(found)),
+        "standing": "\n".join([*standing(found), repeated(folders)]),
+        "robustness": markdown(robustness(found), left=3),
+        "details": "\n\n".join(every),
+        "left out": "\n".join(f"- {line}." for line in left_out),
+    }
+
+
+def fill(page: str, parts: dict[str, str]) -> str:
+    """The page with each part between its two comments."""
+    for name, text in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise SystemExit(f"the page needs the lines {begin} and {end} once each")
+        pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
+        page = re.sub(pattern, lambda _, t=f"{begin}\n\n{text}\n\n{end}": t, page, flags=re.DOTALL)
+    return page
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    folder = parser.parse_args(words).results
+    folders = load(folder)
+    page = folder / "README.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), blocks(folders)), encoding="utf-8")
+    plot_evidence.draw(comparisons(folders)[0]).savefig(folder / "evidence.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()

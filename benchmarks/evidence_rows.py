@@ -1,0 +1,248 @@
+"""The committed records -> one comparison per problem, with a row for each method."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cubegrad.study import comparison, experiments, statistics
+from cubegrad.study.comparison import Difference, Rate
+from cubegrad.study.methods import METHODS, estimates
+from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.statistics import Estimate, Judge, Summary
+
+MADGRAD, COMPACT = "madgrad", "-compact"
+# The columns of the first table; the peers have a page of their own.
+MAIN = (
+    "madgrad", "sgd", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-compact",
+    "madgrad-auto",
+)  # fmt: skip
+# What a record does not know: the images of imagenet are whatever its folder has.
+TITLES = {
+    "cifar10": "CIFAR-10, ResNet-18",
+    "imagenet": "photographs, ResNet-50",
+    "fastmri": "MR images, VarNet",
+    "iwslt14": "translation, LSTM",
+    "bookwiki": "novels, RoBERTa",
+    "finetune": "fine-tuning RoBERTa",
+    "digits": "digits, two convolutions",
+}
+ENLARGED = {("imagenet", 9): "CIFAR-10 enlarged, ResNet-50"}
+TEXT = ("iwslt14", "bookwiki", "finetune")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one problem."""
+
+    label: str
+    folder: str  # that its runs are from
+    records: list[Record]
+    summary: Summary
+    gain: Difference  # over MADGRAD, seed for seed
+
+    @property
+    def method(self) -> str:
+        return self.summary.method
+
+    @property
+    def searched_lr(self) -> bool:
+        return len({record.settings.lr for record in self.records}) > 1
+
+    @property
+    def seconds(self) -> list[float]:
+        return [record.seconds for record in self.records]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One problem at one length, with the methods that can be compared; the best one first."""
+
+    settings: Settings
+    judge: Judge
+    unit: str
+    rows: list[Row]
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        one = self.settings
+        return ENLARGED.get((one.problem, one.epochs), TITLES.get(one.problem, one.problem))
+
+    @property
+    def name(self) -> str:
+        one = self.settings
+        return f"`{one.problem}`, preset `{one.preset}`, {one.epochs} epochs"
+
+    @property
+    def kind(self) -> str:
+        return "text" if self.settings.problem in TEXT else "images"
+
+    def row(self, *methods: str) -> Row | None:
+        """Of the first of these methods that was run."""
+        found = (row for method in methods for row in self.rows if row.method == method)
+        return next(found, None)
+
+    def final(self, row: Row) -> Estimate:
+        return row.summary.final[self.judge.metric]
+
+
+def load(results: Path) -> dict[str, list[Record]]:
+    """By folder; folders inside these have runs of older versions and of other machines."""
+    folders = {}
+    for path in sorted(results.glob("*/records.jsonl")):
+        runs, broken = Runs(path.parent).load()
+        if broken:
+            raise SystemExit(broken[0])
+        folders[path.parent.name] = list(runs.values()) + list(Runs(path.parent).cut().values())
+    return folders
+
+
+def profile(one: Comparison, row: Row) -> list[Rate]:
+    """The learning rates of its search, at the best decay."""
+    return comparison.lr_profile(row.summary.lr_curve, one.judge.higher_is_better)
+
+
+def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str]]:
+    """By problem, the largest difference of two runs of the same settings, how many, the unit.
+
+    A record that was copied into another folder is no second run.
+    """
+    runs: dict[Settings, list[float]] = defaultdict(list)
+    units = {}
+    for record in (record for records in folders.values() for record in records):
+        value = record.last(record.about["metric"])
+        units[record.settings.problem] = record.about["unit"]
+        if value is not None and not record.cut and value not in runs[record.settings]:
+            runs[record.settings].append(value)
+    gaps: dict[str, tuple[float, int, str]] = {}
+    for settings, values in runs.items():
+        if len(values) > 1:
+            problem = settings.problem
+            gap, n, unit = gaps.get(problem, (0.0, 0, units[problem]))
+            gaps[problem] = max(gap, max(values) - min(values)), n + 1, unit
+    return gaps
+
+
+Group = tuple[str, str, int, int, str, str]
+
+
+def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
+    """One for each problem on a GPU, and what was left out.
+
+    Of several lengths, the one with the most methods of MAIN, then the longest.
+    """
+    groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for folder, records in folders.items():
+        for record in records:
+            s = record.settings
+            group = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options)
+            groups[group][folder].append(record)
+    chosen: dict[str, Comparison] = {}
+    left_out = []
+    for places in groups.values():
+        one = _compare(places)
+        other = chosen.get(one.settings.problem)
+        if one.settings.device != "cuda":
+            left_out.append(f"{one.name}: on a CPU")
+        elif not one.row(MADGRAD) or not one.row("sgd", "adam", "adamw"):
+            left_out.append(f"{one.name}: no SGD, Adam or AdamW beside MADGRAD yet")
+        elif other is None:
+            chosen[one.settings.problem] = one
+        else:
+            shorter, longer = sorted((one, other), key=_size)
+            chosen[one.settings.problem] = longer
+            left_out.append(f"{shorter.name}: {longer.settings.epochs} epochs have more methods")
+    order = [*TITLES, *sorted(chosen.keys() - TITLES.keys())]
+    found = [chosen[problem] for problem in order if problem in chosen]
+    return found, sorted([*left_out, *(line for one in found for line in one.left_out)])
+
+
+def _size(one: Comparison) -> tuple[int, int]:
+    return sum(one.row(method) is not None for method in MAIN), one.settings.epochs
+
+
+def _compare(places: dict[str, list[Record]]) -> Comparison:
+    first = next(iter(places.values()))[0]
+    about = experiments.UNKNOWN | first.about
+    judge = Judge(about["metric"], about["higher_is_better"])
+    home = _homes(places)
+    summaries = {entry: statistics.summarise(runs, judge) for entry, (_, runs) in home.items()}
+    base = next((entry for entry in home if entry.partition("@")[0] == MADGRAD), None)
+    empty = Comparison(first.settings, judge, about["unit"], [])
+    rows, left_out = [], []
+    for entry, (folder, runs) in home.items():
+        method, _, schedule = entry.partition("@")
+        label = METHODS[method].label if method in METHODS else method
+        if sum(other.partition("@")[0] == method for other in home) > 1:
+            label += f", {schedule}"
+        summary = summaries[entry]
+        name = f"{empty.name}, {label}"
+        if judge.metric not in summary.final:
+            left_out.append(f"{name}: no run finished")
+        elif _with_another_rate(entry, summaries):
+            left_out.append(f"{name}: only at another rate than MADGRAD's best")
+        else:
+            against = _madgrad(places, home, summaries[base], folder, judge) if base else {}
+            gain = comparison.difference(_finals(runs, summary, judge), against, judge)
+            rows.append(Row(label, folder, runs, summary, gain))
+    way = -1 if judge.higher_is_better else 1
+    rows.sort(key=lambda row: way * row.summary.final[judge.metric].mean)
+    return replace(empty, rows=rows, left_out=left_out)
+
+
+def _homes(places: dict[str, list[Record]]) -> dict[str, tuple[str, list[Record]]]:
+    """For each entry the folder that its row is from: the problem's own, else that with most runs.
+
+    Repeated runs are in other folders; a mean over both would mix days and versions.
+    """
+    homes: dict[str, tuple[str, list[Record]]] = {}
+    problem = next(iter(places.values()))[0].settings.problem
+
+    def value(folder: str, runs: list[Record]) -> tuple[bool, int, str]:
+        return folder == problem, len(runs), max(str(run.machine.get("date")) for run in runs)
+
+    for folder, records in places.items():
+        for entry, runs in statistics.by_entry(records).items():
+            if entry not in homes or value(folder, runs) > value(*homes[entry]):
+                homes[entry] = folder, runs
+    return homes
+
+
+def _with_another_rate(entry: str, summaries: dict[str, Summary]) -> bool:
+    """Whether a state in codes was run, without a search, at another rate than float32's best."""
+    method, _, schedule = entry.partition("@")
+    base = summaries.get(f"{method.removesuffix(COMPACT)}@{schedule}")
+    lone = not summaries[entry].searched and not estimates(method)
+    return method.endswith(COMPACT) and lone and (not base or base.best != summaries[entry].best)
+
+
+def _finals(runs: Iterable[Record], summary: Summary, judge: Judge) -> dict[int, float | None]:
+    reported = comparison.reported(runs, summary)
+    return {seed: record.last(judge.metric) for seed, record in reported.items()}
+
+
+def _madgrad(
+    places: dict[str, list[Record]],
+    home: dict[str, tuple[str, list[Record]]],
+    base: Summary,
+    folder: str,
+    judge: Judge,
+) -> dict[int, float | None]:
+    """MADGRAD's final results at its best setting, by seed: those of the same folder if it has any.
+
+    fastmri does not repeat from day to day, so pairs of one day are the better pairs.
+    """
+    own = home[base.entry][1]
+    # A seed that chose MADGRAD's setting favours MADGRAD.
+    chose = {run.settings.seed for runs in statistics.searched(own).values() for run in runs}
+    beside = {
+        run.settings.seed: run.last(judge.metric)
+        for run in places[folder]
+        if run.settings.entry == base.entry
+        and (run.settings.lr, run.settings.decay) == base.best
+        and run.settings.seed not in chose - {*base.seeds}
+        and not run.settings.hold_out
+        and not run.cut
+    }
+    return beside or _finals(own, base, judge)
