@@ -60,6 +60,15 @@ def test_a_method_that_diverged_is_never_the_best():
     assert "| Prodigy | diverged |" in lines
 
 
+def test_a_decay_of_0_is_that_of_the_command_line():
+    """The hash of a run knows 0 from 0.0, so runs of the searches would be repeated."""
+    auto_quality = importlib.import_module("auto_quality")
+    options = auto_quality.parse(["--preset", "gpu", "--known", "/nowhere"])
+    for _, one in auto_quality.wanted(options, {}):
+        assert isinstance(one.decay, float)
+        assert isinstance(one.lr, float)
+
+
 def test_the_tuned_column_waits_for_the_search():
     auto_quality = importlib.import_module("auto_quality")
     options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])

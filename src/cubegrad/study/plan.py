@@ -42,8 +42,8 @@ class Plan:
             batch=self.preset.batch,
             method=entry.method,
             schedule=entry.schedule,
-            lr=setting[0],
-            decay=setting[1],
+            lr=float(setting[0]),  # the hash of a run knows 0 from 0.0
+            decay=float(setting[1]),
             seed=seed,
             hold_out=hold_out,
             device=self.device,
