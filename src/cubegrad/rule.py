@@ -34,7 +34,8 @@ def loss_gradient(h: Hyper, grad: Array) -> Array:
 def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
     grad = loss_gradient(h, grad)
-    if not isinstance(h.weight_decay, (float, int)) or h.weight_decay:  # an array may not be 0
+    # An array may not be 0. A tuple of types, as the compiler of torch 2.8 knows no float | int.
+    if not isinstance(h.weight_decay, (float, int)) or h.weight_decay:
         grad = grad + param * h.weight_decay
     return grad
 
