@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 # global lock does not have it.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NATIVE = "src/cubegrad/backends/native"
-# A wheel for any platform, such as Windows, whose compiler lacks POSIX threads and GCC's attributes.
+# For a wheel that serves Windows too, whose compiler lacks POSIX threads and GCC's attributes.
 PURE = os.environ.get("CUBEGRAD_PURE") == "1"
 
 extension = Extension(

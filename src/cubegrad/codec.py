@@ -198,7 +198,7 @@ def encode(
     Without `bits` the root is rounded to nearest. x_0 stays as it is.
     """
     # An offset may still be held when momentum is 0, to be dropped after this step.
-    is_number = isinstance(momentum, (int, float))  # torch 2.8 compiles no int | float
+    is_number = isinstance(momentum, int | float)
     cleared = 1 if old.offset is None or (is_number and momentum == 0) else 0
     # MADGRAD's roots never fall, so that a scale which falls could only be rounding.
     least = 0.0 if old.initial is None else old.root_scale

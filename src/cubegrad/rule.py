@@ -34,8 +34,7 @@ def loss_gradient(h: Hyper, grad: Array) -> Array:
 def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
     grad = loss_gradient(h, grad)
-    # An array may not be 0. A tuple of types, as the compiler of torch 2.8 knows no float | int.
-    if not isinstance(h.weight_decay, (float, int)) or h.weight_decay:
+    if not isinstance(h.weight_decay, float | int) or h.weight_decay:  # an array may not be 0
         grad = grad + param * h.weight_decay
     return grad
 
