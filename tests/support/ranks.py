@@ -23,6 +23,7 @@ WARNINGS = (
     *("-W", "ignore::RuntimeWarning:triton.runtime.interpreter"),
     *("-W", "ignore:torch.distributed is disabled:UserWarning"),
     *("-W", "ignore:TypedStorage is deprecated:UserWarning"),
+    *("-W", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
     *("-W", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
 )
 
