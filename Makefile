@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 
-.PHONY: demo check test test-all reports docs lint clean
+.PHONY: demo check test test-all test-versions reports docs lint clean
 
 # Without decay, where AdamW is Adam, and with 3 seeds: about a minute on two cores.
 demo: $(DEMO)/ready
@@ -24,6 +24,10 @@ test: lint
 
 test-all: lint
 	CUBEGRAD_EXAMPLES=10 $(BIN)/pytest -n 2
+
+# On other versions of Python and torch: the environments are new, large and deleted afterwards.
+test-versions:
+	$(PYTHON) tests/versions.py
 
 # The committed reports again, from their records, and the page over all of them.
 reports: $(READY)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cubegrad.groups import param_groups
     from cubegrad.optim import MADGRAD, MirrorMADGRAD, estimated_lr
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "MADGRAD",
     "MirrorMADGRAD",

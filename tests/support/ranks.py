@@ -15,12 +15,16 @@ from pathlib import Path
 
 SECONDS = 240  # for all scenarios; 30 are usual on 2 cores
 REACHED = "reached the end"
-# Warnings are errors, as in pytest, except for torch.distributed.optim's use of torch.jit and the
-# notice that a checkpoint saved with no_dist=True is that of one process.
+# Warnings are errors, as in pytest, except for torch.distributed.optim's use of torch.jit, the
+# notice that a checkpoint saved with no_dist=True is that of one process, and what torch 2.10 and
+# its Triton do themselves.
 WARNINGS = (
     *("-W", "error", "-W", "ignore:`torch.jit.:DeprecationWarning"),
     *("-W", "ignore::RuntimeWarning:triton.runtime.interpreter"),
     *("-W", "ignore:torch.distributed is disabled:UserWarning"),
+    *("-W", "ignore:TypedStorage is deprecated:UserWarning"),
+    *("-W", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
+    *("-W", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
 )
 
 

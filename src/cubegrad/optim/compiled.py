@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
 
 Group = dict[str, Any]
+# torch.compiler.disable imports the compiler at once, which takes as long as importing torch. What
+# torch.optim uses waits for the first call.
+untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def can_be_traced(optimizer: "BaseOptimizer") -> bool:
@@ -36,7 +39,7 @@ def can_be_traced(optimizer: "BaseOptimizer") -> bool:
     return auto.can_be_traced(optimizer) or not any(group["auto_lr"] for group in groups)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced  # type: ignore[untyped-decorator]
 def step_untraced(optimizer: "BaseOptimizer") -> None:
     step.step_groups(optimizer)
 

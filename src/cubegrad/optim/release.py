@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from cubegrad import options, sharding
 from cubegrad.optim import auto, edit, release_checks, step
+from cubegrad.optim.compiled import untraced
 from cubegrad.optim.first_estimate import coordinates
 from cubegrad.optim.release_checks import Held, version_of
 from cubegrad.optim.repeat import Prepared
@@ -151,7 +152,7 @@ class GradientRelease:
         slot.prepared = step.step_group(optimizer, group, h, backend)
         slot.entries = state[param]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced  # type: ignore[untyped-decorator]
     def finish_step(self, optimizer: "BaseOptimizer") -> None:
         """Step the parameters that still have a gradient, and end the pass."""
         release_checks.refuse_options(optimizer)
@@ -243,7 +244,7 @@ def _take(reference: "weakref.ref[GradientRelease]", param: Tensor) -> None:
             release.take_gradient(optimizer, param)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced  # type: ignore[untyped-decorator]
 def _take_untraced(reference: "weakref.ref[GradientRelease]", param: Tensor) -> None:
     _take(reference, param)
 
