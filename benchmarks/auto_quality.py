@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import shared_device
 from auto_table import DEFAULT, SCHEDULE_FREE, table
-from compact_quality import known
+from compact_quality import catalogue_name, known
 from shared_device import Job, Wanted
 
 from cubegrad.study import StudyError, catalogue, methods, schedules
@@ -70,7 +70,7 @@ TRIALS = {
 
 
 def settings(trial: Trial, method: str, lr: float, seed: int, preset_name: str) -> Settings:
-    problem = catalogue.find(trial.problem)
+    problem = catalogue.find(catalogue_name(trial.problem))
     changes = {"epochs": trial.epochs, "schedule": trial.schedule}
     given = {name: value for name, value in changes.items() if value}
     preset = replace(problem.presets[preset_name], **given)
@@ -150,7 +150,7 @@ def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
         if one.key in elsewhere and one.key not in done:
             runs.append(elsewhere[one.key])
         elif one.key not in done:
-            todo.append(Wanted(trial.problem, one, trial.seconds))
+            todo.append(Wanted(catalogue_name(trial.problem), one, trial.seconds))
     unique = {item.settings.key: item for item in todo}
     return shared_device.jobs(unique.values(), options.data, runs)
 

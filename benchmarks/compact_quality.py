@@ -25,7 +25,12 @@ from cubegrad.study import StudyError, catalogue, methods
 from cubegrad.study.plan import Plan
 from cubegrad.study.records import Record, Runs, Settings
 
-OWN = {"digits-long": "digits_long"}
+# Where they are not the catalogue's: those of docs/results are the presets of their time.
+MODULES = {
+    "digits-long": "compact_problems:digits_long",
+    "imagenet": "earlier:imagenet",
+    "fastmri": "earlier:fastmri",
+}
 
 
 class Trial(NamedTuple):
@@ -67,7 +72,7 @@ TRIALS = {
 
 
 def catalogue_name(problem: str) -> str:
-    return f"compact_problems:{OWN[problem]}" if problem in OWN else problem
+    return MODULES.get(problem, problem)
 
 
 def settings(trial: Trial, method: str, seed: int, preset_name: str) -> Settings:

@@ -54,7 +54,7 @@ def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
     for problem, one, seconds in wanted:
         call = partial(_train, problem, one, place, runs.checkpoint(one))
         name = f"{one.problem} {one.method}@{one.schedule} {one.lr:g} seed {one.seed}"
-        folder = data / FOLDERS[problem] if problem in FOLDERS else None
+        folder = data / FOLDERS[one.problem] if one.problem in FOLDERS else None
         shared, longest, before = SHARED.get(problem, ("", 0, ""))
         if shared:
             make = partial(_prepare, problem, data, one.preset, one.device)

@@ -1,6 +1,7 @@
 """The comparison of lr="auto" with other optimizers: what is run, its table, its picture."""
 
 import importlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,35 @@ def test_a_decay_of_0_is_that_of_the_command_line():
     for _, one in auto_quality.wanted(options, {}):
         assert isinstance(one.decay, float)
         assert isinstance(one.lr, float)
+
+
+@pytest.mark.parametrize("preset", ["cpu", "gpu"])
+@pytest.mark.parametrize("problem", ["imagenet", "fastmri"])
+def test_the_runs_of_the_page_are_still_the_ones_it_asks_for(preset, problem):
+    """A change of a preset must not change what the committed records mean."""
+    auto_quality = importlib.import_module("auto_quality")
+    folder = BENCHMARKS.parent / "docs" / "results" / "peers"
+    done = Runs(folder / "cpu" if preset == "cpu" else folder).load()[0].values()
+    options = auto_quality.parse(["--problems", problem, "--preset", preset])
+
+    def problem_of(one):  # which rates were searched depends on what had been run
+        return replace(one, method="", lr=0, seed=0)
+
+    records = {problem_of(one.settings) for one in done if one.settings.problem == problem}
+    assert records
+    assert records <= {problem_of(one) for _, one in auto_quality.wanted(options, {})}
+
+
+def test_the_earlier_problems_are_those_of_the_records():
+    earlier = importlib.import_module("earlier")
+    for problem in (earlier.imagenet(), earlier.fastmri()):
+        options = {
+            one.settings.options
+            for one in Runs(BENCHMARKS.parent / "docs" / "results" / problem.name)
+            .load()[0]
+            .values()
+        }
+        assert options == {json.dumps(dict(problem.presets["gpu"].options), sort_keys=True)}
 
 
 def test_the_tuned_column_waits_for_the_search():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from pretend_cuda import pretend_cuda
+from small_mri import discs, write_slices
 
 from cubegrad.study import catalogue
 from cubegrad.study.data import cifar10 as data
@@ -239,6 +240,15 @@ def test_the_share_of_time_that_cifar10_keeps_a_device_busy(monkeypatch, tmp_pat
         assert 0 <= row["accuracy"] <= 100
         assert row["images_per_s"] == pytest.approx(48 / row["epoch_s"])
     assert "| madgrad | no |" in capsys.readouterr().out
+
+
+def test_the_folds_of_mri_are_compared(tmp_path, capsys):
+    write_slices(tmp_path, discs(24, 64))
+    runpy.run_path(str(BENCHMARKS / "mri_folds.py"))["main"](["--data", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:3] for line in lines[2:]] == [
+        [f"| {seed}", str(24 - tested), str(tested)] for seed, tested in enumerate((4, 8, 4, 4, 4))
+    ]
 
 
 def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):

@@ -113,6 +113,25 @@ def test_a_part_is_held_out(small):
     assert task.evaluate(task.model, "valid") != task.evaluate(task.model, "test")
 
 
+def test_the_seed_chooses_the_test_heads_where_folds_are_asked_for(tmp_path):
+    write_slices(tmp_path)  # four slices of each of six heads
+    problem = small_problem()
+
+    def tested(seed, **options):
+        preset = problem.presets["cpu"]
+        preset = replace(preset, options={**preset.options, **options})
+        parts = fastmri.sources(setup_of(replace(problem, presets={"cpu": preset}), tmp_path, seed))
+        assert len(parts["train"].places) + len(parts["test"].places) == 24
+        return sorted({place // 4 for place in parts["test"].places})
+
+    assert [tested(seed) for seed in (0, 1)] == [[4], [4]]  # as in records without the option
+    heads = [tested(seed, cross_validate=True) for seed in range(6)]
+    assert heads == [[4], [0, 5], [1], [2], [3], [4]]
+    presets = fastmri.problem().presets
+    assert presets["gpu"].options["cross_validate"]
+    assert "cross_validate" not in {*presets["cpu"].options, *presets["paper"].options}
+
+
 def test_one_volume_cannot_be_split(tmp_path):
     write_volumes(tmp_path)
     for name in ("file1.h5", "file2.h5"):

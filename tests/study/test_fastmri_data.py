@@ -1,6 +1,7 @@
 """Reading fastMRI's volumes and MR slices, and simulating the k-space of slices."""
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,22 @@ def test_a_subject_is_in_one_split():
     assert subjects["valid"] == {"s2", "s7"}
     assert sorted(held["train"] + held["valid"]) == whole["train"]
     assert sorted(whole["train"] + whole["test"]) == list(range(67))
+
+
+def test_each_subject_is_tested_in_one_fold_and_held_out_in_another():
+    volumes = [f"s{index % 13}/ax{index % 3}" for index in range(78)]
+    tested, held = [], []
+    for fold in range(mr_slices.FOLDS):
+        parts = mr_slices.split(volumes, hold_out=True, fold=fold)
+        subjects = {
+            part: {volumes[index].partition("/")[0] for index in parts[part]} for part in parts
+        }
+        assert not subjects["train"] & subjects["test"] | subjects["train"] & subjects["valid"]
+        assert sorted(chain(*parts.values())) == list(range(78))
+        tested += subjects["test"]
+        held += subjects["valid"]
+    assert sorted(tested) == sorted(held) == sorted(f"s{index}" for index in range(13))
+    assert mr_slices.split(volumes, True, 0) == mr_slices.split(volumes, hold_out=True)
 
 
 def test_a_few_are_chosen_from_everywhere():

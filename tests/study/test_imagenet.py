@@ -12,6 +12,7 @@ from small_cifar import FirstValues
 from small_images import small_problem, write_images
 from small_runs import CPU, settings_of, setup_of
 from torch import Generator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cubegrad.study import Setup, StudyError, cli, methods, schedules
 from cubegrad.study.data import decoding
@@ -129,23 +130,55 @@ def test_the_presets_are_the_papers_or_its_thirds():
         "test": None,
         "longest": None,  # decoded in workers, not kept in memory
     }
-    for preset, third in ((paper, 30), (gpu, 4), (cpu, 4)):
+    assert schedules.parse(gpu.schedule, gpu.epochs, 98)(40 * 98 // 3) == 0.1
+    for preset, third in ((paper, 30), (replace(gpu, epochs=100), 33), (cpu, 4)):
         factor = schedules.parse(preset.schedule, preset.epochs, 100)
-        steps = (0, third * 100 - 1, third * 100, 2 * third * 100, 3 * third * 100 - 1)
+        steps = (0, third * 100 - 1, third * 100, 2 * third * 100 + 100, 3 * third * 100 - 1)
         assert [factor(step) for step in steps] == [1, 1, 0.1, 0.01, 0.01]
     for method, (lr, decay, _) in table.best.items():
         low, high = paper.lrs[method]
         assert low <= lr <= high
         assert decay in paper.decays
-    assert json.loads(json.dumps(dict(gpu.options)))["stages"] == [3, 4, 6, 3]
+    options = json.loads(json.dumps(dict(gpu.options)))
+    assert (options["stages"], options["stem"]) == ([3, 4, 6, 3], [3, 1, True])
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("cpu", 129_562), ("gpu", 23_528_522)])
-def test_the_nets_have_the_documented_sizes(name, parameters):
+@pytest.mark.parametrize(
+    ("name", "classes", "parameters"), [("cpu", 10, 129_562), ("gpu", 50, 23_602_802)]
+)
+def test_the_nets_have_the_documented_sizes(images, name, classes, parameters):
+    """`images` have 3 classes, and the classifier 2048 or 256 inputs."""
     preset = imagenet.problem().presets[name]
-    model = imagenet.ResNet(preset.options["stages"], preset.options["width"], 10)
-    assert sum(param.numel() for param in model.parameters()) == parameters
+    model = imagenet.build(Setup(preset, 0, CPU, images)).model
+    missing = (classes - 3) * (model.classifier.in_features + 1)
+    assert sum(param.numel() for param in model.parameters()) + missing == parameters
     assert f"{parameters:,} parameters" in preset.size
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of what torch computes, but not of views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "view" not in function.overloadpacket.__name__ and not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_batch_from_memory_is_made_in_few_kernels_without_the_host(images):
+    """On a GPU each is a launch, in an epoch whose numbers are all on the device."""
+    task = imagenet.build(setup_of(small_problem(**MEMORY), images))
+    batches = task.batches(0)
+    assert next(batches).images.is_floating_point()
+    with Operations() as operations:
+        next(batches)
+    assert len(operations.names) <= 60  # 52 with torch 2.13
+    assert operations.names.count("index") == 5  # images, labels, boxes, bounds, mirrored
+    assert operations.names.count("_to_copy") == 1  # the bytes of the batch to floats
+    assert not {"_local_scalar_dense", "nonzero", "lift_fresh"} & set(operations.names)
 
 
 @pytest.mark.training

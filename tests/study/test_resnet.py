@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cubegrad.study.models.resnet import STAGES_50, ResNet
+from cubegrad.study.models.resnet import STAGES_50, ResNet, Stem
 
 
 def count(model):
@@ -39,6 +39,24 @@ def test_the_side_is_halved_five_times_and_the_stride_is_in_the_3x3():
     for block, stride in zip(model.blocks, [1] * 3 + [2] + [1] * 3 + [2] + [1] * 5, strict=False):
         assert block.reduce.stride == block.expand.stride == (1, 1)
         assert block.filter.stride == (stride, stride)
+
+
+@pytest.mark.parametrize(
+    ("stem", "side", "first"),
+    [
+        (Stem(), 2, 147),
+        (Stem(7, 2, pool=False), 4, 147),
+        (Stem(3, 1), 4, 27),
+        (Stem(3, 1, False), 8, 27),
+    ],
+)
+def test_a_stem_decides_what_the_last_stage_sees(stem, side, first):
+    model = ResNet(width=4, classes=7, stem=stem).eval()
+    shapes = []
+    model.blocks.register_forward_hook(lambda *args: shapes.append(args[2].shape[1:]))
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 7)
+    assert shapes == [(128, side, side)]
+    assert model.first.weight.numel() == 4 * first
 
 
 def test_first_weights():

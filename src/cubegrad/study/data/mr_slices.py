@@ -18,7 +18,7 @@ from cubegrad.study.models.kspace import Slices, root_sum_of_squares, to_images,
 from cubegrad.study.problem import StudyError
 
 FOLDER = "mr-slices"
-EVERY = 5  # of each five subjects, in file order, the ones at these places are held out
+FOLDS = 5  # of each five subjects, in file order, the ones at these places are held out in fold 0
 TEST, VALID = 4, 2
 DISTANCE = 1.3  # of the coils from the centre, in half widths of the image
 REACH = 0.8  # of a coil, in half widths
@@ -58,10 +58,13 @@ def load(data: Path) -> Stored:
     return Stored(slices, volumes)
 
 
-def split(volumes: list[str], hold_out: bool) -> dict[str, list[int]]:
-    """The indices of the slices of "train", "valid" and "test", split by subject."""
+def split(volumes: list[str], hold_out: bool, fold: int = 0) -> dict[str, list[int]]:
+    """The indices of the slices of "train", "valid" and "test", split by subject.
+
+    The next fold holds out the next subjects; over all folds each is tested once.
+    """
     subjects = dict.fromkeys(volume.partition("/")[0] for volume in volumes)
-    place = {name: index % EVERY for index, name in enumerate(subjects)}
+    place = {name: (index - fold) % FOLDS for index, name in enumerate(subjects)}
     parts: dict[str, list[int]] = {"train": [], "valid": [], "test": []}
     for index, volume in enumerate(volumes):
         turn = place[volume.partition("/")[0]]

@@ -5,6 +5,7 @@ originally published: a little more accurate, with the same parameters.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
@@ -37,16 +38,28 @@ class Bottleneck(nn.Module):
         return relu(self.norm3(self.expand(out)) + self.shortcut(x))
 
 
+class Stem(NamedTuple):
+    """What comes before the stages; by default it quarters the side, as published."""
+
+    kernel: int = 7
+    stride: int = 2
+    pool: bool = True  # a max pool that halves the side
+
+
 class ResNet(nn.Module):
-    """A stem that quarters the resolution, then stages that double the width and halve the side."""
+    """A stem that lowers the resolution, then stages that double the width and halve the side."""
 
     def __init__(
-        self, stages: Sequence[int] = STAGES_50, width: int = 64, classes: int = 1000
+        self,
+        stages: Sequence[int] = STAGES_50,
+        width: int = 64,
+        classes: int = 1000,
+        stem: Stem = Stem(),  # noqa: B008
     ) -> None:
         super().__init__()
-        self.first = _convolution(3, width, 7, stride=2)
+        self.first = _convolution(3, width, stem.kernel, stem.stride)
         self.norm = nn.BatchNorm2d(width)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if stem.pool else nn.Identity()
         blocks = []
         channels = width
         for stage, count in enumerate(stages):

@@ -1,0 +1,55 @@
+"""Problems whose preset `gpu` has changed since the records in docs/results, as they were then.
+
+    cubegrad compare benchmarks/earlier.py:imagenet --preset gpu --epochs 9 --schedule tenthing:3-6
+    cubegrad compare benchmarks/earlier.py:fastmri --preset gpu --epochs 4
+
+Their runs have the same settings, and so the same keys, as those records.
+"""
+
+from dataclasses import replace
+
+from cubegrad.study import Preset, Problem
+from cubegrad.study.problem import OWN_DECAYS
+from cubegrad.study.problems import fastmri as mri
+from cubegrad.study.problems import imagenet as images
+
+
+def imagenet() -> Problem:
+    """12 epochs, one decay, and the stem of 224 px."""
+    gpu = replace(
+        images.problem().presets["gpu"],
+        epochs=12,
+        schedule="tenthing:4-8",
+        decays=(1e-4,),
+        own_decays=OWN_DECAYS,
+        lrs={
+            "madgrad": (5e-4, 2.5e-3),
+            "sgd": (5e-2, 2.5e-1),
+            "adam": (2.5e-4, 1e-3),
+            "adagrad": (5e-3, 2.5e-2),
+        },
+    )
+    return _with_gpu(images.problem(), _without(gpu, "stem"))
+
+
+def fastmri() -> Problem:
+    """The same two heads are tested with every seed."""
+    gpu = replace(
+        mri.problem().presets["gpu"],
+        lrs={
+            "madgrad": (5e-3, 2.5e-2),
+            "sgd": (1e-1, 5e-1),
+            "adam": (1e-3, 5e-3),
+            "adagrad": (1e-2, 5e-2),
+        },
+    )
+    return _with_gpu(mri.problem(), _without(gpu, "cross_validate"))
+
+
+def _without(preset: Preset, option: str) -> Preset:
+    options = {name: value for name, value in preset.options.items() if name != option}
+    return replace(preset, options=options)
+
+
+def _with_gpu(problem: Problem, gpu: Preset) -> Problem:
+    return replace(problem, presets={**problem.presets, "gpu": gpu})
