@@ -1,7 +1,7 @@
 """Run a quick part of the tests on other versions of Python and torch.
 
     python tests/versions.py                     the rows of docs/versions.md
-    python tests/versions.py 3.12:2.9.1 3.14:newest
+    python tests/versions.py 3.12:2.11.0 3.14:newest
 
 Each row gets a new environment under --folder, which is deleted before the next one is made. pip
 installs torch with CUDA unless told otherwise: 4 to 8 GB and some minutes a row. Without a GPU,
@@ -64,7 +64,7 @@ def oldest() -> str:
 
 
 def plan() -> list[str]:
-    return ["3.11:newest", "3.12:newest", "3.13:oldest", "3.14:newest"]
+    return ["3.11:oldest", "3.11:newest", "3.12:newest", "3.13:oldest", "3.14:newest"]
 
 
 def say(text: str) -> None:
