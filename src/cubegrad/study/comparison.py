@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate, Judge, Summary, estimate
 
@@ -18,22 +20,7 @@ GRID_STEP = math.log10(2.5)  # the largest step of the grid 1, 2.5, 5, in decade
 
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
     """|t| is below this with probability `level`; Student's t with so many degrees of freedom."""
-    low, high = 0.0, math.pi / 2
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _t_probability(middle, freedom) < level else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _t_probability(angle: float, freedom: int) -> float:
-    """P(|t| < √freedom tan(angle)): Abramowitz and Stegun 26.7.3 and 26.7.4, finite sums."""
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    terms = [cosine if odd else 1.0]
-    for k in range(2 + odd, freedom - 1, 2):
-        terms.append(terms[-1] * (k - 1) / k * cosine**2)
-    if not odd:
-        return sine * math.fsum(terms)
-    return 2 / math.pi * (angle + (sine * math.fsum(terms) if freedom > 1 else 0.0))
+    return float(stats.t.ppf((1 + level) / 2, freedom))
 
 
 @dataclass(frozen=True)

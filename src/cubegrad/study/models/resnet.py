@@ -46,6 +46,9 @@ class Stem(NamedTuple):
     pool: bool = True  # a max pool that halves the side
 
 
+PUBLISHED = Stem()
+
+
 class ResNet(nn.Module):
     """A stem that lowers the resolution, then stages that double the width and halve the side."""
 
@@ -54,7 +57,7 @@ class ResNet(nn.Module):
         stages: Sequence[int] = STAGES_50,
         width: int = 64,
         classes: int = 1000,
-        stem: Stem = Stem(),  # noqa: B008
+        stem: Stem = PUBLISHED,
     ) -> None:
         super().__init__()
         self.first = _convolution(3, width, stem.kernel, stem.stride)
