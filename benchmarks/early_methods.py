@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,45 +13,48 @@ Params = Iterable[tuple[str, Tensor]]
 
 
 class AdamWith(torch.optim.Optimizer):
-    """Adam with one or both of what MADGRAD has in its denominator, and Adam itself.
+    """Adam with one part of MADGRAD's denominator, and Adam itself.
 
     root: 2, or 3 for the cube root of the mean of g².
+    size_root: each tensor's step gets the root mean square that it has with this root (`root`
+        unless given). So the root acts inside the tensors only, or between them only.
+    where: `root` is for tensors whose name has this part; the others have 2.
     memory: the mean of g² is a moving one with β_2 = memory, or, for "whole", the mean over the
         whole run with weights √(k+1), as MADGRAD's is at a constant learning rate.
     """
 
     def __init__(
-        self, params: Params, lr: float, root: int = 2, memory: float | str = 0.999
+        self,
+        params: Params,
+        lr: float,
+        root: int = 2,
+        size_root: int | None = None,
+        memory: float | str = 0.999,
+        where: str = "",
     ) -> None:
-        super().__init__(params, {"lr": lr, "root": root, "memory": memory})
-        self.steps = 0
+        options = {"root": root, "size_root": size_root or root, "memory": memory, "where": where}
+        super().__init__(params, {"lr": lr, **options})
+        self.steps, self.weights = 0, 0.0
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         self.steps += 1
+        self.weights += self.steps**0.5
         for group in self.param_groups:
-            params = group["params"]
-            grads = [param.grad for param in params]
-            for param in params:
-                if not self.state[param]:
-                    self.state[param] = {key: torch.zeros_like(param) for key in ("mean", "square")}
-            means = [self.state[param]["mean"] for param in params]
-            squares = [self.state[param]["square"] for param in params]
-            torch._foreach_lerp_(means, grads, 0.1)
-            torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), self._newest(group))
-            correction = 1.0 if group["memory"] == "whole" else 1 - group["memory"] ** self.steps
-            denominators = torch._foreach_div(squares, correction)
-            torch._foreach_pow_(denominators, 1 / group["root"])
-            torch._foreach_add_(denominators, 1e-8)
-            size = -group["lr"] / (1 - 0.9**self.steps)
-            torch._foreach_addcdiv_(params, means, denominators, size)
-
-    def _newest(self, group: dict[str, Any]) -> float:
-        """The weight of the newest g² in the mean."""
-        if group["memory"] != "whole":
-            return 1 - float(group["memory"])
-        self.weights = getattr(self, "weights", 0.0) + self.steps**0.5
-        return self.steps**0.5 / self.weights
+            whole = group["memory"] == "whole"
+            newest = self.steps**0.5 / self.weights if whole else 1 - group["memory"]
+            correction = 1.0 if whole else 1 - group["memory"] ** self.steps
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                state, root = self.state[param], group["root"] if group["where"] in name else 2
+                if not state:
+                    state.update({key: torch.zeros_like(param) for key in ("mean", "square")})
+                mean = state["mean"].lerp_(param.grad, 0.1)
+                square = state["square"].lerp_(param.grad.square(), newest) / correction
+                step = mean / (square ** (1 / root) + 1e-8)
+                if group["size_root"] != root:
+                    like = mean / (square ** (1 / group["size_root"]) + 1e-8)
+                    step *= like.norm() / (step.norm() + 1e-30)
+                param.sub_(step, alpha=group["lr"] / (1 - 0.9**self.steps))
 
 
 class SquareRootMADGRAD(torch.optim.Optimizer):
@@ -93,6 +95,12 @@ METHODS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, foreach=True),
     "Adam, whole-run mean": partial(AdamWith, memory="whole"),
     "Adam, cube root": partial(AdamWith, root=3),
+    "Adam, cube root between tensors": partial(AdamWith, size_root=3),
+    "Adam, cube root inside tensors": partial(AdamWith, root=3, size_root=2),
+    "Adam, cube root inside the embedding": partial(AdamWith, root=3, size_root=2, where="bytes."),
+    "Adam, cube root inside attention's inputs": partial(
+        AdamWith, root=3, size_root=2, where=".into."
+    ),
     "MADGRAD": MADGRAD,
     "MADGRAD, square root": SquareRootMADGRAD,
     "MADGRAD, attention at 8 lr": faster_attention,

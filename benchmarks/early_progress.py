@@ -7,9 +7,8 @@
     ... --preset tiny --text README.md --out /tmp/early   a smoke test
 
 Each experiment is a list of (method, schedule) with learning rates a factor 2 apart. The first seed
-runs them all; the other seeds run, for each pair, those that were best at the end and early
-(after EARLY of the steps). Runs with one seed have the same initial weights and batches. Runs
-that are in --out are not repeated.
+runs them all, and the others the one that was best at the end (in the main experiment, all). Runs
+with one seed have the same initial weights and batches. Runs that are in --out are not repeated.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from bf16_training import GPT, Preset, Record, Text, load, say
 from early_methods import METHODS, factors
-from early_report import MAIN, best, draw, loss_at, step_table, table
+from early_report import AS_ADAM, MAIN, best, draw, loss_at, step_table, table
 from facts import processor, version
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -47,34 +46,39 @@ class Trial(NamedTuple):
     schedule: str
     lrs: tuple[float, ...]
     seeds: int = 3
-    early: bool = False  # whether all seeds run the learning rate that is best early, too
+    all_lrs: bool = False  # the other seeds run all learning rates, not the best one only
 
 
 EXPERIMENTS = {
     "main": [
-        Trial("Adam", MAIN, (0.002, 0.004, 0.008), early=True),
-        Trial("MADGRAD", MAIN, (0.0025, 0.005, 0.01), early=True),
+        Trial("Adam", MAIN, (0.002, 0.004, 0.008), all_lrs=True),
+        Trial("MADGRAD", MAIN, (0.0025, 0.005, 0.01), all_lrs=True),
     ],
     "denominator": [
-        Trial("MADGRAD, square root", MAIN, (2e-4, 4e-4)),
-        Trial("Adam, cube root", MAIN, (0.008, 0.016)),
-        Trial("Adam, whole-run mean", MAIN, (0.004,), seeds=1),
-        Trial("MADGRAD, attention at 8 lr", MAIN, (0.0025, 0.005)),
+        Trial("Adam, whole-run mean", MAIN, (0.004,)),
+        Trial("Adam, cube root", MAIN, (0.008, 0.016, 0.032)),
+        Trial("Adam, cube root between tensors", MAIN, (0.016, 0.032, 0.064)),
+        Trial("Adam, cube root inside tensors", MAIN, (0.001, 0.002, 0.004)),
+        Trial("Adam, cube root inside the embedding", MAIN, (0.002, 0.004)),
+        Trial("Adam, cube root inside attention's inputs", MAIN, (0.002, 0.004)),
+        Trial("MirrorMADGRAD", MAIN, (0.015, 0.03)),
+        Trial("MADGRAD", AS_ADAM, (0.0025, 0.005, 0.01)),
+        Trial("MADGRAD, square root", MAIN, (2e-4, 4e-4, 8e-4)),
+        Trial("MADGRAD, square root", AS_ADAM, (4e-4, 8e-4, 16e-4)),
     ],
     "warm-up": [
-        Trial("Adam", "50% linear", (0.004, 0.008), seeds=2),
-        Trial("MADGRAD", "50% linear", (0.005, 0.01), seeds=2),
-        Trial("Adam", "0% linear", (0.004,), seeds=2),
-        Trial("MADGRAD", "0% linear", (0.005,), seeds=2),
+        Trial("Adam", "50% linear", (0.004, 0.008)),
+        Trial("MADGRAD", "50% linear", (0.005, 0.01)),
+        Trial("Adam", "0% linear", (0.002, 0.004)),
+        Trial("MADGRAD", "0% linear", (0.0025, 0.005)),
     ],
-    # One learning rate and one seed: enough to see whether one of these closes the gap.
+    # One seed: enough to see whether one of these closes the gap.
     "others": [
-        Trial("MADGRAD", f"{MAIN}, as in Adam", (0.005,), seeds=1),
-        Trial("MADGRAD, constant λ", MAIN, (0.08,), seeds=1),
-        Trial("MADGRAD, momentum 0.8", MAIN, (0.005,), seeds=1),
-        Trial("MADGRAD, starting over", MAIN, (0.005,), seeds=1),
         Trial("Adam", f"{MAIN}, as in MADGRAD", (0.004,), seeds=1),
-        Trial("MirrorMADGRAD", MAIN, (0.03,), seeds=1),
+        Trial("MADGRAD, constant λ", MAIN, (0.04, 0.08), seeds=1),
+        Trial("MADGRAD, momentum 0.8", MAIN, (0.005,), seeds=1),
+        Trial("MADGRAD, momentum 0.97", MAIN, (0.005,), seeds=1),
+        Trial("MADGRAD, starting over", MAIN, (0.005,), seeds=1),
         Trial("Adam", "10% flat", (0.004,), seeds=1),
         Trial("MADGRAD", "10% flat", (0.005,), seeds=1),
     ],
@@ -174,7 +178,7 @@ def missing(records: Sequence[Record], name: str, preset: str) -> list[tuple[Any
     more = []
     for trial in pairs:
         mine = [r for r in records if (r["method"], r["schedule"], r["seed"]) == (*trial[:2], 0)]
-        lrs = dict.fromkeys([best(mine, 1.0), *([best(mine, EARLY)] if trial.early else [])])
+        lrs = trial.lrs if trial.all_lrs else (best(mine, 1.0),)
         seeds = range(1, min(trial.seeds, PRESETS[preset].seeds))
         more += [(trial.method, trial.schedule, lr, seed) for lr in lrs for seed in seeds]
     return [job for job in dict.fromkeys(more) if job not in known]

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,24 @@ from early_methods import as_in_madgrad, factors
 Record = dict[str, Any]
 SHARES = (0.05, 0.1, 0.3, 0.5, 1.0)  # of the run, after which a table has the loss
 ADAM, MADGRAD, MAIN = "Adam", "MADGRAD", "10% linear"
-ATTENTION, EMBEDDING = 1, 2  # places in "moves"
+AS_ADAM = f"{MAIN}, as in Adam"
 # Okabe and Ito's palette. A method with its root exchanged has the colour of its root.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"
 ROOTS = {
-    ADAM: (BLUE, "-", "Adam"),
-    "MADGRAD, square root": (BLUE, "--", "MADGRAD with a square root"),
-    MADGRAD: (ORANGE, "-", "MADGRAD"),
-    "Adam, cube root": (ORANGE, "--", "Adam with a cube root"),
+    (ADAM, MAIN): (BLUE, "-", "Adam"),
+    ("MADGRAD, square root", AS_ADAM): (BLUE, "--", "MADGRAD, square root, Adam's step sizes"),
+    (MADGRAD, MAIN): (ORANGE, "-", "MADGRAD"),
+    ("Adam, cube root", MAIN): (ORANGE, "--", "Adam, cube root"),
+}
+BARS = {
+    ("Adam, whole-run mean", MAIN): "Adam, whole-run mean of g²",
+    ("Adam, cube root between tensors", MAIN): "Adam, cube root between tensors",
+    ("Adam, cube root inside tensors", MAIN): "Adam, cube root inside tensors",
+    ("Adam, cube root", MAIN): "Adam, cube root",
+    (MADGRAD, MAIN): "MADGRAD",
+    (MADGRAD, AS_ADAM): "MADGRAD, Adam's step sizes",
+    ("MADGRAD, square root", MAIN): "MADGRAD, square root",
+    ("MADGRAD, square root", AS_ADAM): "MADGRAD, both",
 }
 WARM_UPS = {"0%": "#F0B48A", "2%": "#E6864A", "10%": "#D55E00", "50%": "#7A2E00"}
 
@@ -29,18 +40,24 @@ def loss_at(record: Record, share: float) -> float:
 
 
 def best(records: Sequence[Record], share: float) -> float:
-    """The learning rate of the run with the lowest loss after this share of its steps."""
-    return float(min(records, key=lambda record: loss_at(record, share))["lr"])
+    """The learning rate with the lowest mean loss after this share of the steps.
+
+    Only those that most seeds have run are compared.
+    """
+    losses: dict[float, list[float]] = defaultdict(list)
+    for record in records:
+        losses[record["lr"]].append(loss_at(record, share))
+    most = max(len(each) for each in losses.values())
+    full = {lr: statistics.fmean(each) for lr, each in losses.items() if len(each) == most}
+    return min(full, key=lambda lr: full[lr])
 
 
 def chosen(
     records: Sequence[Record], method: str, schedule: str, share: float = 1.0
 ) -> list[Record]:
-    """All seeds at the learning rate that was best with the first one."""
+    """The seeds at the best learning rate."""
     mine = [r for r in records if (r["method"], r["schedule"]) == (method, schedule)]
-    if not mine:
-        return []
-    lr = best([record for record in mine if record["seed"] == 0], share)
+    lr = best(mine, share) if mine else None
     return sorted((r for r in mine if r["lr"] == lr), key=lambda record: int(record["seed"]))
 
 
@@ -52,29 +69,28 @@ def mean(values: Sequence[float], sign: str = "") -> str:
     return f"{statistics.fmean(values):{sign}.3f} ± {error:.3f}"
 
 
-def attention_share(runs: Sequence[Record]) -> float:
-    """How far the attention's weights move for a move of the embedding, in the first half."""
-    moves = [move for run in runs for move in run["moves"][: len(run["moves"]) // 2]]
-    return statistics.geometric_mean(move[ATTENTION] / move[EMBEDDING] for move in moves)
+def above(runs: Sequence[Record], peers: Sequence[Record]) -> list[float]:
+    """How far the last loss is above the peer's, seed for seed."""
+    last = {peer["seed"]: loss_at(peer, 1.0) for peer in peers}
+    return [loss_at(run, 1.0) - last[run["seed"]] for run in runs if run["seed"] in last]
 
 
 def row(runs: Sequence[Record], peers: Sequence[Record], lr: str) -> list[str]:
-    by_seed = {peer["seed"]: loss_at(peer, 1.0) for peer in peers}
-    above = [loss_at(run, 1.0) - by_seed[run["seed"]] for run in runs if run["seed"] in by_seed]
     cells = [runs[0]["method"], runs[0]["schedule"], lr, str(len(runs))]
     cells += [f"{statistics.fmean(loss_at(run, share) for run in runs):.2f}" for share in SHARES]
-    cells.append(f"{attention_share(runs):.2f}")
-    return [*cells, "" if runs[0]["method"] == ADAM else mean(above, "+") if above else "?"]
+    differences = [] if runs is peers else above(runs, peers)
+    return [*cells, mean(differences, "+") if differences else ""]
 
 
 def table(records: Sequence[Record], pairs: Sequence[tuple[str, str]]) -> str:
     """A row for each (method, schedule); the last column is seed for seed."""
     shares = [f"{share:.0%}" for share in SHARES[:-1]]
-    head = ["method", "warm-up and decay", "lr", "seeds", *shares, "end", "attention/embedding"]
-    lines = [[*head, "end, above Adam"]]
+    head = ["method", "warm-up and decay", "lr", "seeds", *shares, "end", "end, above Adam"]
+    lines = [head]
     for method, schedule in pairs:
         plain = schedule.split(",")[0]
-        runs, peers = chosen(records, method, schedule), chosen(records, ADAM, plain)
+        peers = chosen(records, ADAM, plain)
+        runs = peers if (method, schedule) == (ADAM, plain) else chosen(records, method, schedule)
         if runs:
             lines.append(row(runs, peers, f"{runs[0]['lr']:g}"))
             early = chosen(records, method, schedule, 0.1)
@@ -88,69 +104,97 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def step_sizes(records: Sequence[Record], method: str, schedule: str) -> dict[str, list[float]]:
+    """At the points of the curve: for gradients that are all of one size, and measured."""
+    runs = chosen(records, method, schedule)
+    steps, count = runs[0]["steps"], len(runs[0]["moves"])
+    sizes = factors(schedule, steps)
+    sizes = as_in_madgrad(sizes) if method == MADGRAD else sizes
+    moves = zip(*(run["moves"] for run in runs), strict=True)
+    measured = [statistics.geometric_mean(max(one[0], 1e-12) for one in at) for at in moves]
+    return {"predicted": sizes[steps // count - 1 :: steps // count], "measured": measured}
+
+
 def step_table(records: Sequence[Record]) -> str:
-    """Step sizes relative to those at the end of the warm-up, as predicted and as measured."""
-    lines = [["", "schedule", *(f"{share:.1%}" for share in (0.025, 0.05, 0.1, 0.3, 0.5, 0.75))]]
-    for schedule in ("10% linear", "50% linear"):
-        for method in (ADAM, MADGRAD):
-            runs = chosen(records, method, schedule)
-            if not runs:
-                continue
-            steps, count = runs[0]["steps"], len(runs[0]["moves"])
-            each = steps // count
-            sizes = factors(schedule, steps)
-            predicted = (as_in_madgrad(sizes) if method == MADGRAD else sizes)[each - 1 :: each]
-            measured = [
-                statistics.geometric_mean(max(run["moves"][place][0], 1e-12) for run in runs)
-                for place in range(count)
-            ]
-            peak = round(float(schedule.split("%")[0]) / 100 * count) - 1
-            for name, found in (("predicted", predicted), ("measured", measured)):
-                places = [round(share * count) - 1 for share in (0.025, 0.05, 0.1, 0.3, 0.5, 0.75)]
-                values = [f"{found[place] / found[peak]:.2f}" for place in places]
-                lines.append([f"{method}, {name}", schedule, *values])
+    """MADGRAD's step over Adam's, relative to what it is at the end of the warm-up."""
+    shares = (0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+    lines = [
+        ["warm-up and decay", "MADGRAD's step ÷ Adam's", *(f"{share:.1%}" for share in shares)]
+    ]
+    for schedule in (MAIN, "50% linear"):
+        if all(chosen(records, method, schedule) for method in (ADAM, MADGRAD)):
+            adam, ours = (step_sizes(records, method, schedule) for method in (ADAM, MADGRAD))
+            for name, found in ours.items():
+                ratios = [mine / its for mine, its in zip(found, adam[name], strict=True) if its]
+                place = {share: round(share * len(found)) - 1 for share in shares}
+                peak = ratios[place[0.1 if schedule == MAIN else 0.5]]
+                values = [f"{ratios[place[share]] / peak:.2f}" for share in shares]
+                lines.append([schedule, name, *values])
     return markdown(lines)
 
 
-def mean_curve(runs: Sequence[Record], part: int | None = None) -> list[float]:
-    """The training loss, or the ratio of moves (attention over embedding), by the mean of seeds."""
-    if part is None:
-        return [statistics.fmean(at) for at in zip(*(run["curve"] for run in runs), strict=True)]
-    moves = zip(*(run["moves"] for run in runs), strict=True)
-    return [statistics.geometric_mean(one[part] / one[EMBEDDING] for one in at) for at in moves]
+def mean_curve(runs: Sequence[Record]) -> list[float]:
+    """The training loss, by the mean of the seeds."""
+    return [statistics.fmean(at) for at in zip(*(run["curve"] for run in runs), strict=True)]
+
+
+def percent(count: int) -> list[float]:
+    return [100 * (place + 1) / count for place in range(count)]
+
+
+def draw_warm_ups(axes: Any, records: Sequence[Record]) -> None:
+    for warm, colour in WARM_UPS.items():
+        pair = [chosen(records, method, f"{warm} linear") for method in (ADAM, MADGRAD)]
+        if all(pair):
+            adam, madgrad = (mean_curve(runs) for runs in pair)
+            gap = [ours - theirs for ours, theirs in zip(madgrad, adam, strict=True)]
+            label = f"warm-up of {warm} of the steps"
+            axes.plot(percent(len(adam)), gap, color=colour, linewidth=1.8, label=label)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set(title="1  MADGRAD leads while lr is warmed up,\nand falls behind after it")
+    axes.set(ylabel="training loss: MADGRAD − Adam (bits a byte)")
+    axes.legend(frameon=False)
+
+
+def draw_roots(axes: Any, records: Sequence[Record]) -> None:
+    for pair, (colour, dash, label) in ROOTS.items():
+        if runs := chosen(records, *pair):
+            curve = mean_curve(runs)
+            x, style = percent(len(curve)), {"color": colour, "linestyle": dash}
+            axes.plot(x, curve, label=label, linewidth=1.8, **style)
+    axes.set(title="2  The cube root slows the rest of the run:\nAdam with one is as slow")
+    axes.set(ylabel="training loss (bits a byte)", ylim=(2.8, 4.4))
+    axes.legend(frameon=False)
+
+
+def draw_bars(axes: Any, records: Sequence[Record]) -> None:
+    adam, names = chosen(records, ADAM, MAIN), list[str]()
+    for pair, label in BARS.items():
+        if found := above(chosen(records, *pair), adam):
+            colour = BLUE if label.startswith(ADAM) else ORANGE
+            axes.barh(len(names), statistics.fmean(found), color=colour, alpha=0.55, height=0.65)
+            axes.scatter(found, [len(names)] * len(found), 14, color=colour, zorder=3)
+            names.append(label)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set(title="3  One change at a time: the last loss")
+    axes.set(xlabel="validation loss above Adam's (bits a byte; dots: seeds)")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12.5, 4.2), layout="constrained")
-    for method, (colour, dash, label) in ROOTS.items():
-        runs = chosen(records, method, MAIN)
-        if not runs:
-            continue
-        losses, ratios = mean_curve(runs), mean_curve(runs, ATTENTION)
-        x = [100 * (place + 1) / len(losses) for place in range(len(losses))]
-        style: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": 1.8}
-        left.plot(x, losses, label=label, **style)
-        middle.plot(x[:-1], ratios[:-1], label=label, **style)
-    for warm, colour in WARM_UPS.items():
-        pair = [chosen(records, method, f"{warm} linear") for method in (ADAM, MADGRAD)]
-        if not all(pair):
-            continue
-        adam, madgrad = (mean_curve(runs) for runs in pair)
-        x = [100 * (place + 1) / len(adam) for place in range(len(adam))]
-        above = [b - a for a, b in zip(adam, madgrad, strict=True)]
-        right.plot(x, above, color=colour, linewidth=1.8, label=f"warm-up of {warm}")
-    left.set(title="The cube root makes the middle of the run slow", ylabel="training loss (bits)")
-    left.set(ylim=(2.7, 4.6))
-    left.legend(frameon=False)
-    middle.set(title="because attention's small gradients get small steps", yscale="log")
-    middle.set(ylabel="step of the attention's weights / of the embedding")
-    right.set(title="Early: the longer the warm-up, the larger MADGRAD's lead")
-    right.set(ylabel="MADGRAD's loss − Adam's (bits)")
-    right.axhline(0, color=GREY, linewidth=0.8)
-    right.legend(frameon=False)
-    for axes in (left, middle, right):
+    figure, (early, losses, bars) = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    draw_warm_ups(early, records)
+    draw_roots(losses, records)
+    draw_bars(bars, records)
+    for axes in (early, losses):
         axes.set(xlabel="% of the steps", xlim=(0, 100))
+    for axes in (early, losses, bars):
+        axes.set_title(axes.get_title(), loc="left", fontsize=10.5, fontweight="bold")
+        axes.set_title("", loc="center")
     figure.savefig(path, dpi=130)
+    plt.close(figure)
