@@ -84,13 +84,6 @@ class SquareRootMADGRAD(torch.optim.Optimizer):
             param.lerp_(state["start"] - state["sum"] / denominator, 0.1)
 
 
-def faster_attention(params: Params, lr: float) -> MADGRAD:
-    """With 8 times the lr, steps are 4 times as long: they are in proportion to lr^{2/3}."""
-    named = list(params)
-    attention = {"params": [one for one in named if ".into." in one[0]], "scale": 8.0}
-    return MADGRAD([{"params": [one for one in named if ".into." not in one[0]]}, attention], lr=lr)
-
-
 METHODS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, foreach=True),
     "Adam, whole-run mean": partial(AdamWith, memory="whole"),
@@ -103,7 +96,6 @@ METHODS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     ),
     "MADGRAD": MADGRAD,
     "MADGRAD, square root": SquareRootMADGRAD,
-    "MADGRAD, attention at 8 lr": faster_attention,
     "MADGRAD, starting over": MADGRAD,
     "MADGRAD, constant λ": partial(family.MADGRAD, power=0.0),
     "MADGRAD, momentum 0.8": partial(MADGRAD, momentum=0.8),

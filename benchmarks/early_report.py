@@ -13,13 +13,12 @@ Record = dict[str, Any]
 SHARES = (0.05, 0.1, 0.3, 0.5, 1.0)  # of the run, after which a table has the loss
 ADAM, MADGRAD, MAIN = "Adam", "MADGRAD", "10% linear"
 AS_ADAM = f"{MAIN}, as in Adam"
-# Okabe and Ito's palette. A method with its root exchanged has the colour of its root.
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"
-ROOTS = {
-    (ADAM, MAIN): (BLUE, "-", "Adam"),
-    ("MADGRAD, square root", AS_ADAM): (BLUE, "--", "MADGRAD, square root, Adam's step sizes"),
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's palette
+CURVES = {
     (MADGRAD, MAIN): (ORANGE, "-", "MADGRAD"),
-    ("Adam, cube root", MAIN): (ORANGE, "--", "Adam, cube root"),
+    ("MirrorMADGRAD", MAIN): (ORANGE, "--", "without x₀ (mirror form)"),
+    ("MADGRAD, square root", AS_ADAM): (ORANGE, ":", "square root, Adam's step sizes"),
+    (ADAM, MAIN): (BLUE, "-", "Adam"),
 }
 BARS = {
     ("Adam, whole-run mean", MAIN): "Adam, whole-run mean of g²",
@@ -28,8 +27,9 @@ BARS = {
     ("Adam, cube root", MAIN): "Adam, cube root",
     (MADGRAD, MAIN): "MADGRAD",
     (MADGRAD, AS_ADAM): "MADGRAD, Adam's step sizes",
+    ("MirrorMADGRAD", MAIN): "MADGRAD without x₀ (mirror form)",
     ("MADGRAD, square root", MAIN): "MADGRAD, square root",
-    ("MADGRAD, square root", AS_ADAM): "MADGRAD, both",
+    ("MADGRAD, square root", AS_ADAM): "MADGRAD, square root,\nAdam's step sizes",
 }
 WARM_UPS = {"0%": "#F0B48A", "2%": "#E6864A", "10%": "#D55E00", "50%": "#7A2E00"}
 
@@ -156,13 +156,13 @@ def draw_warm_ups(axes: Any, records: Sequence[Record]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_roots(axes: Any, records: Sequence[Record]) -> None:
-    for pair, (colour, dash, label) in ROOTS.items():
+def draw_curves(axes: Any, records: Sequence[Record]) -> None:
+    for pair, (colour, dash, label) in CURVES.items():
         if runs := chosen(records, *pair):
             curve = mean_curve(runs)
             x, style = percent(len(curve)), {"color": colour, "linestyle": dash}
             axes.plot(x, curve, label=label, linewidth=1.8, **style)
-    axes.set(title="2  The cube root slows the rest of the run:\nAdam with one is as slow")
+    axes.set(title="2  What holds it back then: the pull to x₀\nand the cube root")
     axes.set(ylabel="training loss (bits a byte)", ylim=(2.8, 4.4))
     axes.legend(frameon=False)
 
@@ -179,8 +179,8 @@ def draw_bars(axes: Any, records: Sequence[Record]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set(title="3  One change at a time: the last loss")
-    axes.set(xlabel="validation loss above Adam's (bits a byte; dots: seeds)")
+    axes.set(title="3  Parts of MADGRAD in Adam,\nand parts of Adam in MADGRAD")
+    axes.set(xlabel="last validation loss − Adam's (bits; dots: seeds)")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -189,7 +189,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, (early, losses, bars) = plt.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
     draw_warm_ups(early, records)
-    draw_roots(losses, records)
+    draw_curves(losses, records)
     draw_bars(bars, records)
     for axes in (early, losses):
         axes.set(xlabel="% of the steps", xlim=(0, 100))
