@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,7 +172,9 @@ def test_one_that_fails_or_hangs_leaves_the_others(benchmark, text, tmp_path, mo
         if key == "adamw-bf16":
             Path(result).write_text(json.dumps(row))
 
-    monkeypatch.setattr(subprocess, "run", start)
+    # Not subprocess.run itself: matplotlib calls it to look for fonts where it has no cache.
+    fake = SimpleNamespace(run=start, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(benchmark, "subprocess", fake)
     report, figure = tmp_path / "report.json", tmp_path / "memory.png"
     only = ("madgrad-compact", "flashadamw-release", "adamw-bf16", "adamw-master")
     benchmark.main(["--text", str(text), "--json", str(report), "--only", *only])
