@@ -238,30 +238,40 @@ def say(words: str) -> None:
     sys.stdout.flush()
 
 
-def run_all(jobs: list[tuple[Any, ...]], options: argparse.Namespace, file: Path) -> None:
+def run_all(
+    call: Callable[..., Record],
+    jobs: list[tuple[Any, ...]],
+    result: Callable[[Record], str],
+    file: Path,
+    workers: int,
+    minutes: float = math.inf,
+) -> None:
+    """Call it with each job's arguments, in processes; each record is a line of the file."""
     started, longest = time.monotonic(), 0.0
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(options.workers, context, initializer=die_with_parent)
-    with pool:
+    with ProcessPoolExecutor(workers, context, initializer=die_with_parent) as pool:
         running: set[Future[Record]] = set()
         count, done = len(jobs), 0
         while jobs or running:
-            left = options.minutes * 60 - (time.monotonic() - started)
+            left = minutes * 60 - (time.monotonic() - started)
             if jobs and longest > left:
                 say(f"{len(jobs)} runs are left for the next call: {left:.0f} s are not enough")
                 jobs = []
-            while jobs and len(running) < options.workers:
+            while jobs and len(running) < workers:
                 with no_interrupts():
-                    running.add(pool.submit(train, *jobs.pop(0)))
+                    running.add(pool.submit(call, *jobs.pop(0)))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 record, done = future.result(), done + 1
                 with file.open("a") as out:
-                    out.write(json.dumps(record) + "\n")
+                    out.write(json.dumps(record, ensure_ascii=False) + "\n")
                 longest = max(longest, record["seconds"])
-                what = f"{record['method']}, seed {record['seed']}"
-                result = f"validation loss {record['validation']:.4f} in {record['seconds']} s"
-                say(f"{done}/{count} {what}: {result}")
+                say(f"{done}/{count} {result(record)}")
+
+
+def result(record: Record) -> str:
+    reached = f"validation loss {record['validation']:.4f} in {record['seconds']} s"
+    return f"{record['method']}, seed {record['seed']}: {reached}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -290,7 +300,7 @@ def main(words: Sequence[str] | None = None) -> None:
             for name in options.methods
         ]
         jobs = [(*one, options.text.resolve(), device) for one in wanted if one not in known]
-        run_all(jobs, options, file)
+        run_all(train, jobs, result, file, options.workers, options.minutes)
     say(table([record for record in load(file) if record["preset"] == options.preset]))
 
 

@@ -12,25 +12,20 @@ with one seed have the same initial weights and batches. Runs that are in --out 
 """
 
 import argparse
-import json
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bf16_training import GPT, Preset, Record, Text, load, say
+from bf16_training import GPT, Preset, Record, Text, load, run_all, say
 from early_methods import METHODS, factors
 from early_report import AS_ADAM, MAIN, best, draw, loss_at, lr_table, step_table, table
 from facts import processor, version
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-from cubegrad.study.processes import die_with_parent, no_interrupts
 
 PRESETS = {
     "small": Preset(64, 2, 4, 64, 8, 1000, 3, 25),  # 120k parameters
@@ -184,24 +179,10 @@ def missing(records: Sequence[Record], name: str, preset: str) -> list[tuple[Any
     return [job for job in dict.fromkeys(more) if job not in known]
 
 
-def run_all(jobs: list[tuple[Any, ...]], options: argparse.Namespace, file: Path) -> None:
-    count, done = len(jobs), 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, initializer=die_with_parent) as pool:
-        running: set[Future[Record]] = set()
-        while jobs or running:
-            while jobs and len(running) < options.workers:
-                with no_interrupts():
-                    job = (jobs.pop(0), options.preset, options.text.resolve())
-                    running.add(pool.submit(train, *job))
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                record, done = future.result(), done + 1
-                with file.open("a") as out:
-                    out.write(json.dumps(record, ensure_ascii=False) + "\n")
-                name = f"{record['method']}, {record['schedule']}, lr {record['lr']:g}"
-                early, last = (f"{loss_at(record, share):.3f}" for share in (EARLY, 1.0))
-                say(f"{done}/{count} {name}, seed {record['seed']}: {early} early, {last} at last")
+def result(record: Record) -> str:
+    name = f"{record['method']}, {record['schedule']}, lr {record['lr']:g}, seed {record['seed']}"
+    early, last = (f"{loss_at(record, share):.3f}" for share in (EARLY, 1.0))
+    return f"{name}: {early} early, {last} at last"
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -228,7 +209,8 @@ def main(words: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         for name in options.only:
             while jobs := missing(load(file), name, options.preset):
-                run_all(jobs, options, file)
+                work = [(job, options.preset, options.text.resolve()) for job in jobs]
+                run_all(train, work, result, file, options.workers)
     say(tables([record for record in load(file) if record["preset"] == options.preset]))
     if options.plot:
         draw(load(file), options.plot)

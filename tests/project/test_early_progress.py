@@ -18,7 +18,8 @@ def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("early_progress")
     # In this process: another one would spend seconds on importing torch.
-    monkeypatch.setattr(module, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    runner = importlib.import_module("bf16_training")
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     yield module
     torch.set_num_threads(threads)
