@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 import cubegrad
 from cubegrad.study import Problem, Setup, Task, statistics, train
+from cubegrad.study.grid import Grid
 from cubegrad.study.methods import METHODS, Method
 from cubegrad.study.problems import digits
 from cubegrad.study.records import Settings
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.jsonl"
 SEEDS = (1, 2, 3)
-GRID = [float(f"{factor}e{power}") for power in range(-5, 2) for factor in (1, 2.5, 5)]
+GRID = Grid().between(1e-5, 50.0)
 START = {"madgrad": (0.005, 0.05), "adam": (0.0025, 0.025)}  # the first values of a search
 NAMES = {"madgrad": "MADGRAD", "adam": "Adam"}
 CLOSE = 1.2  # a rate is as good as the best if its loss is at most 1.2 times as high
