@@ -9,13 +9,14 @@ Their runs have the same settings, and so the same keys, as those records.
 from dataclasses import replace
 
 from cubegrad.study import Preset, Problem
+from cubegrad.study.models.resnet import STAGES_50
 from cubegrad.study.problem import OWN_DECAYS
 from cubegrad.study.problems import fastmri as mri
 from cubegrad.study.problems import imagenet as images
 
 
 def imagenet() -> Problem:
-    """12 epochs, one decay, and the stem of 224 px."""
+    """ResNet-50 with the stem of 224 px, not compiled, 12 epochs, one decay."""
     gpu = replace(
         images.problem().presets["gpu"],
         epochs=12,
@@ -29,7 +30,8 @@ def imagenet() -> Problem:
             "adagrad": (5e-3, 2.5e-2),
         },
     )
-    return _with_gpu(images.problem(), _without(gpu, "stem"))
+    gpu = _without(gpu, "stem", "bottleneck", "compile")
+    return _with_gpu(images.problem(), replace(gpu, options={**gpu.options, "stages": STAGES_50}))
 
 
 def fastmri() -> Problem:
@@ -46,8 +48,8 @@ def fastmri() -> Problem:
     return _with_gpu(mri.problem(), _without(gpu, "cross_validate"))
 
 
-def _without(preset: Preset, option: str) -> Preset:
-    options = {name: value for name, value in preset.options.items() if name != option}
+def _without(preset: Preset, *names: str) -> Preset:
+    options = {name: value for name, value in preset.options.items() if name not in names}
     return replace(preset, options=options)
 
 

@@ -1,10 +1,10 @@
-"""The size of ResNet-50, and its output compared with another library's."""
+"""The sizes of ResNet-50 and ResNet-18, and their outputs compared with another library's."""
 
 import pytest
 import torch
 from torch import nn
 
-from cubegrad.study.models.resnet import STAGES_50, ResNet, Stem
+from cubegrad.study.models.resnet import STAGES_18, STAGES_50, Plain, ResNet, Stem
 
 
 def count(model):
@@ -17,6 +17,7 @@ def test_the_published_number_of_parameters():
     assert count(model) == 25_557_032
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 53
     assert len(list(model.parameters())) == 161
+    assert count(ResNet(STAGES_18, bottleneck=False)) == 11_689_512
 
 
 def test_a_thin_one_by_hand():
@@ -73,7 +74,11 @@ def test_first_weights():
 def pieces(model):
     """Its convolutions and norms by block, the shortcut's last."""
     for block in model.blocks:
-        yield from (block.reduce, block.norm1, block.filter, block.norm2, block.expand, block.norm3)
+        if isinstance(block, Plain):
+            yield from (block.filter1, block.norm1, block.filter2, block.norm2)
+        else:
+            yield from (block.reduce, block.norm1, block.filter, block.norm2)
+            yield from (block.expand, block.norm3)
         yield from block.shortcut.children()
 
 
@@ -86,19 +91,20 @@ def their_pieces(encoder):
                 yield from (block.shortcut.convolution, block.shortcut.normalization)
 
 
-def test_it_computes_what_another_library_computes():
+@pytest.mark.parametrize(("stages", "bottleneck"), [(STAGES_50, True), (STAGES_18, False)])
+def test_it_computes_what_another_library_computes(stages, bottleneck):
     transformers = pytest.importorskip("transformers")
     config = transformers.ResNetConfig(
         embedding_size=8,
-        hidden_sizes=[32, 64, 128, 256],
-        depths=list(STAGES_50),
-        layer_type="bottleneck",
+        hidden_sizes=[32, 64, 128, 256] if bottleneck else [8, 16, 32, 64],
+        depths=list(stages),
+        layer_type="bottleneck" if bottleneck else "basic",
         downsample_in_bottleneck=False,
         num_labels=5,
     )
     torch.manual_seed(0)
     theirs = transformers.ResNetForImageClassification(config)
-    ours = ResNet(width=8, classes=5)
+    ours = ResNet(stages, width=8, classes=5, bottleneck=bottleneck)
     embedder = theirs.resnet.embedder.embedder
     pairs = [
         (ours.first, embedder.convolution),

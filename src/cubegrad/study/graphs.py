@@ -4,6 +4,7 @@ Without it a step launches a thousand kernels, each shorter than the launch of t
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,12 @@ from torch.optim import Optimizer
 WARM_UP = 3  # steps, in which cuDNN and Triton choose their kernels and cuFFT makes its plans
 
 Loss = Callable[..., Tensor]  # (model, *tensors of a batch)
+
+
+@cache
+def compiled(loss: Loss) -> Loss:
+    """Compiled once per process, for all models of one shape."""
+    return torch.compile(loss, dynamic=False)
 
 
 class GraphedStep:

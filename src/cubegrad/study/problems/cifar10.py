@@ -6,7 +6,7 @@ run in bfloat16, and a batch's loss and gradients are one CUDA graph of compiled
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from cubegrad.study.data import cifar10 as data
 from cubegrad.study.data.cifar10 import Images
-from cubegrad.study.graphs import GraphedStep, Loss
+from cubegrad.study.graphs import GraphedStep, compiled
 from cubegrad.study.models.preact import STAGES_18, STAGES_152, PreActResNet
 from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task
 
@@ -80,12 +80,6 @@ def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(scores(model, images), labels)
 
 
-@cache
-def compiled_loss() -> Loss:
-    """Compiled once per process, for all models of one shape."""
-    return torch.compile(mean_loss, dynamic=False)
-
-
 def build(setup: Setup) -> Task:
     options = setup.preset.options
     sizes = (options["train"], options["test"])
@@ -112,7 +106,7 @@ def build(setup: Setup) -> Task:
 
     step = None
     if setup.device.type == "cuda":
-        full_batch_loss = compiled_loss() if options["compile"] else mean_loss
+        full_batch_loss = compiled(mean_loss) if options["compile"] else mean_loss
         step = GraphedStep(model, full_batch_loss, batch, rest=mean_loss)
     steps = -(-len(train.labels) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)

@@ -1,7 +1,8 @@
 """ImageNet with ResNet-50, as in the paper's section on it; any folder-per-class tree will do.
 
 Images are decoded and cropped in worker processes, or kept in bytes on the device and cropped
-there. On a GPU the network runs in bfloat16, channels last, and a step is one CUDA graph.
+there. On a GPU the network runs in bfloat16, channels last, and a step is one CUDA graph, at `gpu`
+of compiled code.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ from cubegrad.study.data.decoding import (
     worker_count,
 )
 from cubegrad.study.data.folders import Tree, read_tree
-from cubegrad.study.graphs import GraphedStep
-from cubegrad.study.models.resnet import STAGES_50, ResNet, Stem
+from cubegrad.study.graphs import GraphedStep, compiled
+from cubegrad.study.models.resnet import STAGES_18, STAGES_50, ResNet, Stem
 from cubegrad.study.problem import (
     PAPER_METHODS,
     Preset,
@@ -111,18 +112,30 @@ def normalisation(device: torch.device) -> tuple[Tensor, Tensor]:
     return means, deviations
 
 
-def scores(model: nn.Module, images: Tensor) -> Tensor:
-    """Class scores of images with values 0 to 255, which are normalised here."""
+def normalised(images: Tensor) -> Tensor:
+    """Images with values 0 to 255 as the network takes them."""
     means, deviations = normalisation(images.device)
-    normal = ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
+    return ((images.float() - means) / deviations).contiguous(memory_format=torch.channels_last)
+
+
+def scores(model: nn.Module, normal: Tensor) -> Tensor:
     # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
-    with torch.autocast("cuda", torch.bfloat16, images.is_cuda, cache_enabled=False):
+    with torch.autocast("cuda", torch.bfloat16, normal.is_cuda, cache_enabled=False):
         out: Tensor = model(normal)
     return out.float()
 
 
+def loss_of_normalised(model: nn.Module, normal: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(scores(model, normal), labels)
+
+
 def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(scores(model, images), labels)
+    return loss_of_normalised(model, normalised(images), labels)
+
+
+def compiled_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The cached constants stay outside: compiled code would copy them from the host each time."""
+    return compiled(loss_of_normalised)(model, normalised(images), labels)
 
 
 def shuffled(count: int, batch: int, generator: Generator) -> list[list[int]]:
@@ -160,9 +173,9 @@ def build(setup: Setup) -> Task:
             pinned=device.type == "cuda",
         )
         source = from_workers(workers, device)
-    # Records without a stem have the paper's.
-    stem = Stem(*options.get("stem", ()))
-    model = ResNet(options["stages"], options["width"], classes, stem)
+    # Records without these options have the paper's network.
+    stem, bottleneck = Stem(*options.get("stem", ())), options.get("bottleneck", True)
+    model = ResNet(options["stages"], options["width"], classes, stem, bottleneck)
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def batches(epoch: int) -> Iterator[Batch]:
@@ -177,7 +190,10 @@ def build(setup: Setup) -> Task:
         return metrics(model, source(part, None, plan), counts[part])
 
     steps = len(shuffled(counts["train"], batch, Generator()))
-    step = GraphedStep(model, mean_loss, batch) if device.type == "cuda" else None
+    step = None
+    if device.type == "cuda":
+        full_batch_loss = compiled_loss if options.get("compile") else mean_loss
+        step = GraphedStep(model, full_batch_loss, batch, rest=mean_loss)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 
 
@@ -187,7 +203,7 @@ def metrics(model: nn.Module, batches: Iterator[Batch], count: int) -> dict[str,
     sums: list[Tensor] = []
     names = ["loss", "accuracy"]
     for images, labels in batches:
-        out = scores(model, images)
+        out = scores(model, normalised(images))
         values = [cross_entropy(out, labels, reduction="sum"), (out.argmax(1) == labels).sum()]
         if out.shape[1] > 5:  # else top 5 is always right
             names = ["loss", "accuracy", "top5"]
@@ -214,8 +230,13 @@ def check_data(setup: Setup) -> None:
 
 # All classes, and all images of each.
 WHOLE = {"stages": STAGES_50, "width": 64, "classes": None, "train": None, "test": None}
-# For 64 px, where the paper's would leave the last stage 2x2 features.
-SMALL_STEM = Stem(kernel=3, stride=1)
+# For 64 px, where the paper's stem would leave the last stage 2x2 features.
+SMALL = {
+    "stages": STAGES_18,
+    "bottleneck": False,
+    "stem": Stem(kernel=3, stride=1),
+    "compile": True,
+}
 
 
 def _paper() -> Preset:
@@ -256,8 +277,8 @@ def _gpu() -> Preset:
             "adam": (2.5e-4, 1e-3),
             "adagrad": (5e-3, 2.5e-2),
         },
-        size="ResNet-50, 23,602,802 parameters with 50 classes, at 64 px",
-        options={**WHOLE, "side": 64, "short": 73, "longest": 128, "stem": SMALL_STEM},
+        size="ResNet-18, 11,194,482 parameters with 50 classes, at 64 px",
+        options={**WHOLE, **SMALL, "side": 64, "short": 73, "longest": 128},
     )
 
 
