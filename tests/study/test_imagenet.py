@@ -15,7 +15,7 @@ from torch import Generator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cubegrad.study import Setup, StudyError, cli, methods, schedules
-from cubegrad.study.data import decoding
+from cubegrad.study.data import decoding, image_batches
 from cubegrad.study.data.decoding import Batch
 from cubegrad.study.problems import imagenet
 from cubegrad.study.train import Place, run
@@ -58,11 +58,11 @@ def test_batches_are_a_function_of_seed_and_epoch(images, options):
 
 
 def test_an_epoch_holds_each_image_once_and_no_batch_has_one():
-    plan = imagenet.shuffled(50, 16, Generator().manual_seed(0))
+    plan = image_batches.shuffled(50, 16, Generator().manual_seed(0))
     assert [len(batch) for batch in plan] == [16, 16, 16, 2]
     assert sorted(chain(*plan)) == list(range(50))
     assert [*chain(*plan)] != list(range(50))
-    plans = [imagenet.shuffled(49, 16, Generator().manual_seed(seed)) for seed in range(9)]
+    plans = [image_batches.shuffled(49, 16, Generator().manual_seed(seed)) for seed in range(9)]
     assert {len(plan) for plan in plans} == {3}
     left_out = {(set(range(49)) - set(chain(*plan))).pop() for plan in plans}
     assert len(left_out) > 1  # another one each time

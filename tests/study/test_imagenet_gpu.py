@@ -41,6 +41,20 @@ def test_a_run_learns(images, monkeypatch, options):
     assert record.curve["accuracy"][-1] > 70
 
 
+def test_compiled_code_has_the_same_loss_and_gradients(images):
+    tasks = [
+        imagenet.build(setup_of(problem, images, device=torch.device("cuda")))
+        for problem in (small_problem(longest=64), small_problem(longest=64, compile=True))
+    ]
+    tasks[1].model.load_state_dict(tasks[0].model.state_dict())
+    batch = next(tasks[0].batches(0))
+    still = [torch.optim.SGD(task.model.parameters(), lr=0.0) for task in tasks]
+    losses = [task.step(one, batch) for task, one in zip(tasks, still, strict=True)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.02)  # in bfloat16
+    grads = [torch.cat([p.grad.flatten() for p in task.model.parameters()]) for task in tasks]
+    assert torch.cosine_similarity(*grads, dim=0) > 0.99
+
+
 @pytest.mark.parametrize("options", WAYS)
 def test_the_host_does_not_wait_within_an_epoch(images, options):
     problem = small_problem(**options)

@@ -5,28 +5,19 @@ there. On a GPU the network runs in bfloat16, channels last, and a step is one C
 of compiled code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cubegrad.study.data import crops
-from cubegrad.study.data.decoding import (
-    Batch,
-    Crops,
-    Request,
-    Stored,
-    Workers,
-    read_all,
-    worker_count,
-)
+from cubegrad.study.data.decoding import Batch, Crops, Stored, Workers, read_all, worker_count
 from cubegrad.study.data.folders import Tree, read_tree
+from cubegrad.study.data.image_batches import from_memory, from_workers, in_order, shuffled
 from cubegrad.study.graphs import GraphedStep, compiled
 from cubegrad.study.models.resnet import STAGES_18, STAGES_50, ResNet, Stem
 from cubegrad.study.problem import (
@@ -45,9 +36,6 @@ DEVIATIONS = (0.229, 0.224, 0.225)
 TEST_BATCH = 250
 MOST_BYTES = 16 * 2**30  # of images in memory
 
-Source = Callable[[Split, int | None, list[list[int]]], Iterator[Batch]]
-"""(part, epoch, indices by batch) -> batches: random crops of that epoch; None: the middles."""
-
 
 def tree_of(setup: Setup) -> Tree:
     options = setup.preset.options
@@ -63,44 +51,6 @@ def stored(
     classes, *most = chosen
     tree = read_tree(folder, classes, (most[0], most[1]), hold_out)
     return len(tree.classes), read_all(tree.parts, longest, device)
-
-
-def from_memory(sets: dict[Split, Stored], seed: int, side: int, short: int) -> Source:
-    """Crop on the device, with the same random numbers that a worker would draw."""
-
-    def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
-        images, sizes, labels = sets[part]
-        device = images.device
-        if epoch is None:
-            boxes = crops.middle_boxes(sizes, short, side)
-            bounds = np.concatenate([np.zeros_like(sizes), sizes], 1)
-            mirrored = np.zeros(len(sizes), dtype=bool)
-        else:
-            uniform = crops.draws(seed, epoch, 0, len(sizes))
-            boxes, mirrored = crops.random_boxes(sizes, uniform)
-            bounds = boxes
-        on_device = [
-            torch.from_numpy(array).to(device, dtype)
-            for array, dtype in (
-                (boxes, torch.float32),
-                (bounds, torch.float32),
-                (mirrored, torch.bool),
-            )
-        ]
-        order = torch.tensor([index for indices in plan for index in indices], device=device)
-        for index in torch.split(order, [len(indices) for indices in plan]):
-            box, bound, mirror = (values[index] for values in on_device)
-            yield Batch(crops.resample(images[index], box, bound, mirror, side), labels[index])
-
-    return batches
-
-
-def from_workers(workers: Workers, device: torch.device) -> Source:
-    def batches(part: Split, epoch: int | None, plan: list[list[int]]) -> Iterator[Batch]:
-        for images, labels in workers.answers(Request(part, some, epoch) for some in plan):
-            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
-
-    return batches
 
 
 @cache
@@ -136,21 +86,6 @@ def mean_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 def compiled_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """The cached constants stay outside: compiled code would copy them from the host each time."""
     return compiled(loss_of_normalised)(model, normalised(images), labels)
-
-
-def shuffled(count: int, batch: int, generator: Generator) -> list[list[int]]:
-    """An epoch's batches. The last may be smaller, but a single image is dropped.
-
-    It may leave a batch norm one value per channel, whose variance is undefined.
-    """
-    order = torch.randperm(count, generator=generator).tolist()
-    if count % batch == 1:
-        order.pop()
-    return in_order(order, batch)
-
-
-def in_order(order: list[int], batch: int) -> list[list[int]]:
-    return [order[start : start + batch] for start in range(0, len(order), batch)]
 
 
 def build(setup: Setup) -> Task:
