@@ -20,7 +20,7 @@ MAIN = (
 # What a record does not know: the images of imagenet are whatever its folder has.
 TITLES = {
     "cifar10": "CIFAR-10, ResNet-18",
-    "imagenet": "photographs, ResNet-50",
+    "imagenet": "photographs, ResNet-18",
     "fastmri": "MR images, VarNet",
     "iwslt14": "translation, LSTM",
     "bookwiki": "novels, RoBERTa",
