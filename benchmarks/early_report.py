@@ -191,7 +191,8 @@ def draw_curves(axes: Any, records: Sequence[Record]) -> None:
     axes.set(title="2  After the warm-up, the pull to x₀\nand the cube root hold MADGRAD back")
     axes.set(xlabel="% of the steps (the warm-up is 10 %)", xlim=(0, 100))
     axes.set(ylabel="training loss (bits a byte)", ylim=(2.8, 4.4))
-    axes.legend(frameon=False, loc="upper right", fontsize=12, handlelength=1.6)
+    if axes.get_legend_handles_labels()[0]:  # the toy size has no variants
+        axes.legend(frameon=False, loc="upper right", fontsize=12, handlelength=1.6)
 
 
 def draw_bars(axes: Any, records: Sequence[Record]) -> None:
@@ -228,5 +229,5 @@ def draw(records: Sequence[Record], path: Path) -> None:
             axes.set_title(axes.get_title(), loc="left", fontsize=13.5, fontweight="bold", pad=12)
             axes.set_title("", loc="center")
         figure.get_layout_engine().set(hspace=0.06)
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=150)
         plt.close(figure)
