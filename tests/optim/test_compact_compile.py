@@ -86,7 +86,7 @@ def test_recompilations_are_bounded(cls):
     assert_close(compiled, plain)
 
 
-@each_class
+@pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])
 def test_momentum_and_form_switched_between_traced_steps(cls):
     """A parameter that comes late keeps the same buffers as the others do then."""
     compiled, plain = two_runs(cls, lr=0.05)

@@ -83,7 +83,7 @@ def test_without_momentum_x_is_z_rounded_at_random(backend, cls, dtype):
 @each_momentum
 @each_half
 @each_method
-@each_backend
+@cases.each_backend_of_a_long_test
 def test_every_backend_and_memory_layout_draws_the_same_bits(backend, method, dtype, momentum):
     """Weights that differ in float32's last place are rounded apart in at most 1 of 1,000 cases."""
     kinds = (
