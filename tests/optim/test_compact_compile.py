@@ -51,7 +51,7 @@ def assert_close(compiled, plain):
     [
         (MADGRAD, torch.float32, 0.9),
         (MADGRAD, torch.bfloat16, 0.0),
-        (MirrorMADGRAD, torch.float32, 0.9),
+        pytest.param(MirrorMADGRAD, torch.float32, 0.9, marks=pytest.mark.thorough),
     ],
 )
 def test_a_traced_step_has_the_codes_of_an_eager_one(cls, dtype, momentum):

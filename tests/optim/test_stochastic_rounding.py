@@ -239,7 +239,7 @@ def test_rounding_has_no_derivative():
 
 @pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:Profiler record function", "ignore::DeprecationWarning")
-@each_momentum
+@pytest.mark.parametrize("momentum", [0.9, pytest.param(0.0, marks=pytest.mark.thorough)])
 def test_a_traced_step_draws_the_same_bits(momentum):
     torch._dynamo.reset()
     shapes = [(40, 30), (37,)]
