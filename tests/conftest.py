@@ -36,18 +36,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    all_tests = "CUBEGRAD_EXAMPLES" in os.environ
+    left_out = set[pytest.Item]()
     for item in items:
-        if item.get_closest_marker("thorough") and not all_tests:
-            item.add_marker(
-                pytest.mark.skip("only in `make test-all`, or with CUBEGRAD_EXAMPLES=1")
-            )
         callspec = getattr(item, "callspec", None)
         if callspec and getattr(callspec.params.get("backend"), "interpreted", False):
             item.add_marker("compilation")
+        if "CUBEGRAD_EXAMPLES" not in os.environ and item.get_closest_marker("thorough"):
+            left_out.add(item)
+            item.add_marker(
+                pytest.mark.skip("only in `make test-all`, or with CUBEGRAD_EXAMPLES=1")
+            )
     yield  # pytest deselects by marker
     if limit := config.getoption("cases"):
-        kept = set(sample(items, limit))
+        kept = set(sample([item for item in items if item not in left_out], limit))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
