@@ -16,8 +16,8 @@ AS_ADAM = f"{MAIN}, as in Adam"
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's palette
 CURVES = {
     (MADGRAD, MAIN): (ORANGE, "-", "MADGRAD"),
-    ("MirrorMADGRAD", MAIN): (ORANGE, "--", "without x₀ (mirror form)"),
-    ("MADGRAD, square root", AS_ADAM): (ORANGE, ":", "square root, Adam's step sizes"),
+    ("MirrorMADGRAD", MAIN): (ORANGE, "--", "MADGRAD without x₀ (mirror form)"),
+    ("MADGRAD, square root", AS_ADAM): (ORANGE, ":", "MADGRAD, square root, Adam's step sizes"),
     (ADAM, MAIN): (BLUE, "-", "Adam"),
 }
 BARS = {
@@ -29,7 +29,7 @@ BARS = {
     (MADGRAD, AS_ADAM): "MADGRAD, Adam's step sizes",
     ("MirrorMADGRAD", MAIN): "MADGRAD without x₀ (mirror form)",
     ("MADGRAD, square root", MAIN): "MADGRAD, square root",
-    ("MADGRAD, square root", AS_ADAM): "MADGRAD, square root,\nAdam's step sizes",
+    ("MADGRAD, square root", AS_ADAM): "MADGRAD, square root, Adam's step sizes",
 }
 LONG = "50% linear"
 
@@ -160,58 +160,74 @@ def percent(count: int) -> list[float]:
 
 def draw_warm_up(axes: Any, records: Sequence[Record]) -> None:
     """All learning rates of the long warm-up, with the first seed."""
+    beside = {"textcoords": "offset points", "va": "center"}
     for method, colour in ((ADAM, BLUE), (MADGRAD, ORANGE)):
-        runs = first_seed(records, method, LONG)
-        early, last = ([loss_at(run, share) for run in runs] for share in (0.05, 1.0))
-        axes.plot(early, last, "o-", color=colour, linewidth=1.8, label=method)
-        for run, x, y in zip(runs, early, last, strict=True):
-            place = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(f"{run['lr']:g}", (x, y), color=colour, **place)
+        if runs := first_seed(records, method, LONG):
+            early, last = ([loss_at(run, share) for run in runs] for share in (0.05, 1.0))
+            axes.plot(early, last, "o-", color=colour, linewidth=2, markersize=7)
+            for run, x, y in zip(runs, early, last, strict=True):
+                shift = (0, -15 if y == min(last) else 15)  # away from the line
+                axes.annotate(f"{run['lr']:g}", (x, y), shift, color=colour, ha="center", **beside)
+            where = max(zip(early, last, strict=True), key=lambda point: point[1])
+            axes.annotate(method, where, (12, 0), color=colour, weight="bold", **beside)
     axes.set(title="1  In a long warm-up lr decides who leads,\nand that says little about the end")
-    axes.set(xlabel="validation loss after 5 % of the steps (numbers: lr)")
-    axes.set(ylabel="at the end (bits a byte; the warm-up is 50 %)")
-    axes.margins(0.08, 0.12)
-    axes.legend(frameon=False, loc="center right")
+    axes.set(xlabel="validation loss after 5 % of the steps\n(numbers: lr; the warm-up is 50 %)")
+    axes.set(ylabel="at the end (bits a byte)")
+    axes.margins(0.1, 0.16)
 
 
 def draw_curves(axes: Any, records: Sequence[Record]) -> None:
+    """The two whole methods are named at their curves, which lie apart; the variants above."""
     for pair, (colour, dash, label) in CURVES.items():
         if runs := chosen(records, *pair):
             curve = mean_curve(runs)
             x, style = percent(len(curve)), {"color": colour, "linestyle": dash}
-            axes.plot(x, curve, label=label, linewidth=1.8, **style)
+            axes.plot(x, curve, label=label if dash != "-" else None, linewidth=2, **style)
+            if dash == "-":
+                place, up = round(0.7 * len(curve)), 1 if label == MADGRAD else -1
+                ends = {"ha": "left", "va": "bottom"} if up > 0 else {"ha": "right", "va": "top"}
+                ends |= {"textcoords": "offset points", "color": colour, "weight": "bold"}
+                axes.annotate(label, (x[place], curve[place]), (4 * up, 4 * up), **ends)
     axes.set(title="2  After the warm-up, the pull to x₀\nand the cube root hold MADGRAD back")
+    axes.set(xlabel="% of the steps (the warm-up is 10 %)", xlim=(0, 100))
     axes.set(ylabel="training loss (bits a byte)", ylim=(2.8, 4.4))
-    axes.legend(frameon=False)
+    if axes.get_legend_handles_labels()[0]:  # the toy size has no variants
+        axes.legend(frameon=False, loc="upper right", fontsize=12, handlelength=1.6)
 
 
 def draw_bars(axes: Any, records: Sequence[Record]) -> None:
+    """Each bar's name is above it: beside it, the names would take half of the width."""
     adam, names = chosen(records, ADAM, MAIN), list[str]()
     for pair, label in BARS.items():
         if found := above(chosen(records, *pair), adam):
-            colour = BLUE if label.startswith(ADAM) else ORANGE
-            axes.barh(len(names), statistics.fmean(found), color=colour, alpha=0.55, height=0.65)
-            axes.scatter(found, [len(names)] * len(found), 14, color=colour, zorder=3)
+            colour, y = BLUE if label.startswith(ADAM) else ORANGE, len(names)
+            axes.barh(y, statistics.fmean(found), color=colour, alpha=0.55, height=0.4)
+            axes.scatter(found, [y] * len(found), 26, color=colour, zorder=3)
+            axes.annotate(label, (0, y - 0.25), (3, 0), textcoords="offset points", va="bottom")
             names.append(label)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(len(names) - 0.5, -0.9)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set(title="3  Parts of MADGRAD in Adam,\nand parts of Adam in MADGRAD")
     axes.set(xlabel="last validation loss − Adam's (bits; dots: seeds)")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
+    """Narrow, so that it can be read on a phone."""
     from matplotlib import pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (early, losses, bars) = plt.subplots(1, 3, figsize=(13.5, 4.3), layout="constrained")
-    draw_warm_up(early, records)
-    draw_curves(losses, records)
-    draw_bars(bars, records)
-    losses.set(xlabel="% of the steps (the warm-up is 10 %)", xlim=(0, 100))
-    for axes in (early, losses, bars):
-        axes.set_title(axes.get_title(), loc="left", fontsize=10.5, fontweight="bold")
-        axes.set_title("", loc="center")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    plain = {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(plain):
+        figure, (early, losses, bars) = plt.subplots(
+            3, 1, figsize=(6, 15), height_ratios=(1, 1.1, 1.4), layout="constrained"
+        )
+        draw_warm_up(early, records)
+        draw_curves(losses, records)
+        draw_bars(bars, records)
+        for axes in (early, losses, bars):
+            axes.set_title(axes.get_title(), loc="left", fontsize=13.5, fontweight="bold", pad=12)
+            axes.set_title("", loc="center")
+        figure.get_layout_engine().set(hspace=0.06)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

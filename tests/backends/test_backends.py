@@ -4,21 +4,41 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import BACKENDS, OPTIONS, SHAPES, each_backend, each_method
+from cases import (
+    BACKENDS,
+    OPTIONS,
+    SHAPES,
+    each_backend,
+    each_backend_of_a_long_test,
+    each_method,
+)
 from short_runs import cloned, parameters, set_grads
 
 EPS32 = 2.0**-23
-# A memory layout is the same with capturable, and interpreting all of them again takes a minute.
-PAIRS = [
-    (backend, shape)
+FOUR_KINDS = ("plain", "no-momentum", "decoupled", "at-random")
+
+
+def marks(backend, shape, options):
+    """A memory layout is the same with capturable, and in a kernel with most options.
+
+    Where both are varied, and kernels are interpreted, half of the grid's time is spent.
+    """
+    same = "capturable" in backend.flags or (backend.interpreted and options not in FOUR_KINDS)
+    return pytest.mark.thorough if same and shape is not SHAPES[0] else ()
+
+
+# Not even `make test-all` interprets all memory layouts with capturable: that takes a minute.
+GRID = [
+    pytest.param(backend, shape, options, marks=marks(backend, shape, options))
     for backend in BACKENDS
     for shape in (SHAPES[:1] if backend.interpreted and backend.flags else SHAPES)
+    for options in OPTIONS
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @each_method
-@each_backend
+@each_backend_of_a_long_test
 def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
     if torch.float64 not in backend.dtypes:
         pytest.skip("no float64 on this backend")
@@ -40,9 +60,8 @@ def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
         np.testing.assert_allclose(cases.numbers(param), reference.x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
 @each_method
-@pytest.mark.parametrize(("backend", "shape"), PAIRS, ids=str)
+@pytest.mark.parametrize(("backend", "shape", "options"), GRID, ids=str)
 def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
     """The oracle starts each step from the stored numbers, so that errors do not add up."""
     chosen = OPTIONS[options]

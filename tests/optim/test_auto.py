@@ -56,7 +56,7 @@ def step_both(
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@cases.each_backend
+@cases.each_backend_of_a_long_test
 def test_every_backend_follows_the_oracle(backend: cases.Backend, options: dict[str, Any]) -> None:
     params, optimizer, expected = start(backend, torch.float64, options)
     distances = []

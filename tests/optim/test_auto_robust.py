@@ -205,7 +205,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"batch of 4096": pytest.mark.thorough}  # 5 s; a batch of 512 is much the same
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in CASES])
 def test_it_is_near_the_best_fixed_rate(name: str) -> None:
     assert left_out(**CASES[name]) < 0.06
 

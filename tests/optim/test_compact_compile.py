@@ -51,7 +51,7 @@ def assert_close(compiled, plain):
     [
         (MADGRAD, torch.float32, 0.9),
         (MADGRAD, torch.bfloat16, 0.0),
-        (MirrorMADGRAD, torch.float32, 0.9),
+        pytest.param(MirrorMADGRAD, torch.float32, 0.9, marks=pytest.mark.thorough),
     ],
 )
 def test_a_traced_step_has_the_codes_of_an_eager_one(cls, dtype, momentum):
@@ -86,7 +86,7 @@ def test_recompilations_are_bounded(cls):
     assert_close(compiled, plain)
 
 
-@each_class
+@pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])
 def test_momentum_and_form_switched_between_traced_steps(cls):
     """A parameter that comes late keeps the same buffers as the others do then."""
     compiled, plain = two_runs(cls, lr=0.05)

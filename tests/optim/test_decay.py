@@ -3,7 +3,7 @@
 import cases
 import pytest
 import torch
-from cases import each_backend, each_method
+from cases import each_backend, each_backend_of_a_long_test, each_method
 from short_runs import cloned, parameters
 
 
@@ -44,7 +44,7 @@ def test_decoupled_lr_decays_alike_at_any_lr(backend, method):
 
 
 @each_method
-@each_backend
+@each_backend_of_a_long_test
 def test_decayed_weights_do_not_come_back(backend, method):
     """After a long decay, new gradients must not bring back the old distance from x_0."""
     options = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True, "momentum": 0.0}

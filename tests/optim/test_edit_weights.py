@@ -152,7 +152,7 @@ def test_without_momentum_edited_weights_stay_where_they_are_put(backend, form):
 
 
 @pytest.mark.parametrize("form", ["sums", *IN_CODES])
-@each_backend
+@cases.each_backend_of_a_long_test
 def test_every_backend_goes_on_from_an_edit(backend, form):
     """As the eager one does; a fused one repeats its last step."""
     runs = []

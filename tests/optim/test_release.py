@@ -197,8 +197,15 @@ def test_repeated_steps_are_prepared():
 
 @pytest.mark.compilation
 @pytest.mark.skipif(cases.TRITON is None, reason="needs triton")
-@pytest.mark.parametrize("lr", [1e-2, "auto"])
-@each_form
+@pytest.mark.parametrize(
+    ("compact", "lr"),
+    [
+        (False, 1e-2),
+        (False, "auto"),
+        (True, 1e-2),
+        pytest.param(True, "auto", marks=pytest.mark.thorough),  # 9 s, as long as the one above
+    ],
+)
 def test_the_kernels_for_a_gpu(compact, lr):
     runs = []
     for released in (False, True):

@@ -83,7 +83,7 @@ def test_without_momentum_x_is_z_rounded_at_random(backend, cls, dtype):
 @each_momentum
 @each_half
 @each_method
-@each_backend
+@cases.each_backend_of_a_long_test
 def test_every_backend_and_memory_layout_draws_the_same_bits(backend, method, dtype, momentum):
     """Weights that differ in float32's last place are rounded apart in at most 1 of 1,000 cases."""
     kinds = (
@@ -239,7 +239,7 @@ def test_rounding_has_no_derivative():
 
 @pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:Profiler record function", "ignore::DeprecationWarning")
-@each_momentum
+@pytest.mark.parametrize("momentum", [0.9, pytest.param(0.0, marks=pytest.mark.thorough)])
 def test_a_traced_step_draws_the_same_bits(momentum):
     torch._dynamo.reset()
     shapes = [(40, 30), (37,)]

@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import each_backend
+from cases import each_backend_of_a_long_test
 from golden import make
 
 GOLDEN = np.load(Path(__file__).parents[1] / "support" / "golden" / "trajectories.npz")
@@ -15,7 +15,7 @@ each_trajectory = pytest.mark.parametrize("name", make.TRAJECTORIES)
 
 
 @each_trajectory
-@each_backend
+@each_backend_of_a_long_test
 def test_the_authors_trajectories_are_followed(backend, name):
     if torch.float64 not in backend.dtypes:
         pytest.skip("no float64 on this backend")

@@ -104,7 +104,10 @@ def attempts(data: Path) -> list[int]:
 
 
 @needs_proc
-@pytest.mark.parametrize("what", ["a worker", "a node that shares no folder"])
+@pytest.mark.parametrize(
+    "what",
+    ["a worker", pytest.param("a node that shares no folder", marks=pytest.mark.thorough)],
+)
 def test_a_death_costs_no_run(
     what: str,
     address: str,
@@ -169,6 +172,7 @@ def test_ctrl_c_stops_a_cluster_of_its_own_and_resumes(
     assert after == local(tmp_path, data)
 
 
+@pytest.mark.thorough
 @needs_proc
 def test_a_killed_driver_leaves_no_worker_computing(
     address: str, home: str, tmp_path: Path, data: Path

@@ -170,10 +170,12 @@ def test_an_error_of_a_worker_is_one_line(tmp_path, workers):
 
 
 @pytest.mark.processes
-def test_a_killed_worker_is_reported(tree):
+def test_a_killed_worker_is_reported(tree, monkeypatch):
     workers = Workers(Crops(tree.parts, 0, 16, 18), 1)
     list(workers.answers([Request("train", [0], 0)]))
     (process,) = workers.loader._iterator._workers
+    # How often torch looks whether its workers live: every 5 s, and this test waits for it twice.
+    monkeypatch.setattr(type(workers.loader._iterator)._try_get_data, "__defaults__", (0.2,))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     with pytest.raises(StudyError, match="a process that decodes images was killed") as error:

@@ -25,6 +25,12 @@ def test_rows_begin_with_a_mark_and_are_padded():
     ]
 
 
+def test_evenly_spaced_blocks_are_from_all_over_the_text():
+    blocks = Blocks(torch.arange(5, 15).to(torch.int16), torch.arange(11))
+    for most, expected in ((4, [5, 7, 10, 12]), (1, [5]), (10, range(5, 15)), (99, range(5, 15))):
+        assert blocks.evenly_spaced(most, 2)[:, 1].tolist() == list(expected)
+
+
 def made_up_rows(count, length=128, vocabulary=1000, seed=1):
     rows = torch.randint(SPECIAL, vocabulary, (count, length), generator=generator(seed))
     rows[:, 0] = BEGIN

@@ -114,7 +114,7 @@ def finish_and_compare(folder: Path, unbroken: Path, before: dict[str, Any]) -> 
     assert not list((folder / "checkpoints").glob("*.pt"))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_ctrl_c_keeps_the_finished_runs(workers: int, tmp_path: Path) -> None:
     process = start_sweep(tmp_path / "stopped", workers, sleep=0.1)
     wait_for_records(tmp_path / "stopped")
@@ -128,8 +128,15 @@ def test_ctrl_c_keeps_the_finished_runs(workers: int, tmp_path: Path) -> None:
     finish_and_compare(tmp_path / "stopped", tmp_path / "whole", before)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("SIGTERM", 2),
+        ("SIGHUP", 1),
+        pytest.param("SIGTERM", 1, marks=pytest.mark.thorough),
+        pytest.param("SIGHUP", 2, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signal_to_end_keeps_the_finished_runs_and_leaks_nothing(
     name: str, workers: int, tmp_path: Path
 ) -> None:

@@ -79,6 +79,18 @@ MIRROR = Method("mirror", cubegrad.MirrorMADGRAD, oracle.MirrorMadgrad)
 METHODS = [MADGRAD, MIRROR]
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+# With capturable, Triton's kernels are interpreted for every option in test_backends.py; doing so
+# again for a test that is long by itself takes up to 9 s a case.
+each_backend_of_a_long_test = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(backend, marks=pytest.mark.thorough)
+        if backend.interpreted and backend.flags
+        else backend
+        for backend in BACKENDS
+    ],
+    ids=str,
+)
 each_fast_backend = pytest.mark.parametrize("backend", FAST_BACKENDS, ids=str)
 each_method = pytest.mark.parametrize("method", METHODS, ids=str)
 each_class = pytest.mark.parametrize("cls", [cubegrad.MADGRAD, cubegrad.MirrorMADGRAD])

@@ -41,6 +41,12 @@ class Blocks(NamedTuple):
         ids = self.ids[torch.where(inside, places, starts)].long() & 0xFFFF
         return pad(torch.where(inside, ids, PAD), (1, 0), value=BEGIN)
 
+    def evenly_spaced(self, most: int, length: int) -> Tensor:
+        """At most `most` blocks, from all over the text."""
+        count = min(most, self.number)
+        numbers = torch.arange(count, device=self.starts.device) * self.number // count
+        return self.rows(numbers, length)
+
 
 class Masked(NamedTuple):
     """Blocks as the model sees them, and the tokens it has to predict."""
