@@ -157,9 +157,9 @@ TARGET INLINE void NAME(step_block)(enum method method, enum kind kind, int plai
                                     const float_at *g, struct NAME(block) *b, uint32_t first,
                                     struct NAME(lanes) *lanes)
 {
-    if (plain && n == BLOCK)
+    if (plain && n == BLOCK && !lanes)
         for (int64_t i = 0; i < BLOCK; i += BLOCK / 2)
-            NAME(step_part)(method, kind, plain, h, i, BLOCK / 2, x, g, b, first, lanes);
+            NAME(step_part)(method, kind, plain, h, i, BLOCK / 2, x, g, b, first, NULL);
     else
         NAME(step_part)(method, kind, plain, h, 0, n & -LANES, x, g, b, first, lanes);
 }
