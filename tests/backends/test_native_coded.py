@@ -163,6 +163,21 @@ def test_the_sums_for_an_estimated_rate(monkeypatch, level, h, dtype):
 
 
 @each_level
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38], ids=str)  # 3e38² is infinite
+def test_the_sums_leave_out_what_is_not_finite(monkeypatch, level, value):
+    monkeypatch.setattr(cpu, "LEVEL", level)
+    native = middle("madgrad", PLAIN, torch.float32, torch.float32)
+    for row in native.rows:
+        row.grad[5, 7] = value
+    reference = copied(native)
+    sums, expected = torch.zeros(2, 3, dtype=torch.float64)
+    cpu.step(native, PLAIN._replace(sums=sums))
+    eager.step(reference, PLAIN._replace(sums=expected))
+    assert sums.isfinite().all()
+    assert torch.allclose(sums[1:], expected[1:], rtol=1e-5)
+
+
+@each_level
 @each_method
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -138,6 +138,25 @@ def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes
     assert all(map(cases.same_bits, tensors_of(with_sums), tensors_of(without)))
 
 
+@each_level
+@pytest.mark.parametrize("h", [PLAIN, HYPERS["no-momentum"], HYPERS["shrink"]])
+@pytest.mark.parametrize("dtypes", [DTYPES["float32"], DTYPES["float64"]], ids=["single", "double"])
+def test_a_coordinate_that_is_not_finite_is_as_if_it_were_not_there(monkeypatch, level, h, dtypes):
+    """Whatever is not finite, and in whatever part of a chunk or after the last whole vector."""
+    monkeypatch.setattr(cpu, "LEVEL", level)
+    spoilt = batch(h, dtypes, sizes=(2_085,))
+    without = copied(spoilt)
+    largest = torch.finfo(dtypes[1]).max  # whose square is infinite
+    for place, value in ((3, torch.inf), (300, torch.nan), (1_100, largest), (2_084, -torch.inf)):
+        spoilt.rows[0].grad[place] = value
+        spoilt.rows[0].buffers[1][place - 1] = torch.inf
+        for tensor in (without.rows[0].grad, *without.rows[0].buffers[:2]):
+            tensor[place - 1 : place + 1] = 0.0
+    sums, expected = step_sums(h, spoilt), step_sums(h, without)
+    rounding = 1e-14 if dtypes[2] == torch.float64 else 1e-6
+    assert torch.allclose(sums, expected, rtol=rounding), (sums, expected)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [SIZES, (40_000,), (1_200_000, 3, 70_001)], ids=str)
 def test_the_same_sums_at_every_call_with_any_number_of_threads(threads, sizes):

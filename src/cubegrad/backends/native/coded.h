@@ -55,25 +55,27 @@ TARGET INLINE float NAME(sq_sum)(enum method method, struct NAME(constants) h, f
 
 /* r_{k+1}, and the random bits, whose integer arithmetic runs beside that of the roots. A ν that is
    infinite may get a NaN: then MADGRAD's z is one either way. Returns the bits of the smallest ν
-   but 0, less 1. */
+   but 0, less 1, and puts those of the largest into `most`. */
 TARGET INLINE uint32_t NAME(new_roots)(enum method method, int plain, struct NAME(constants) h,
                                        int64_t n, const float_at *restrict param,
                                        const float_at *restrict grad, const float *restrict r,
                                        float *restrict root, uint32_t *restrict bits,
-                                       uint32_t first)
+                                       uint32_t first, uint32_t *most)
 {
-    uint32_t least = UINT32_MAX;
+    uint32_t least = UINT32_MAX, largest = 0;
     for (int64_t i = 0; i < n; i++) {
         float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(method, h, g, r[i]);
         float new = NAME(short_cbrt)(v);
         uint32_t lower = bits_of(v) - 1;
         least = lower < least ? lower : least;
+        largest = bits_of(v) > largest ? bits_of(v) : largest;
         bits[i] = NAME(mixed)(first + (uint32_t)i);
         if (method == MADGRAD) /* not changed by rounding alone */
             root[i] = g * h.weight == 0 ? r[i] : new;
         else
             root[i] = v < (float)INFINITY ? new : v;
     }
+    *most = largest;
     return least;
 }
 
@@ -91,7 +93,7 @@ TARGET static void NAME(small_roots)(enum method method, struct NAME(constants) 
 }
 
 /* x_{k+1} and m_{k+1} = z_{k+1} - x_{k+1}, as rule.madgrad_from_root and its mirror form have them. */
-TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain,
+TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain, int asking,
                                    struct NAME(constants) h, int64_t n, float_at *restrict param,
                                    const float_at *restrict grad, float *restrict m,
                                    const float *restrict r, const float *restrict x0,
@@ -116,7 +118,8 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
             y = kind == HALF ? NAME(round_half)(y, bits[i]) : NAME(round_bfloat16)(y, bits[i]);
         if (lanes) {
             float since = r[i] == 0 ? m[i] : x0[i] - p, u = away + move;
-            NAME(add)(lanes, i, LOSS(grad[i]) * h.weight, since, (root[i] + h.eps) * u, u, root[i]);
+            float s = (root[i] + h.eps) * u;
+            NAME(add)(asking, lanes, i, LOSS(grad[i]) * h.weight, since, s, u, root[i]);
         }
         param[i] = y; /* of float32, z for now: x is what the code of m leaves of it */
         m[i] = kind == SINGLE ? ahead * (h.c - 1) : x - y - ahead;
@@ -132,15 +135,19 @@ TARGET INLINE void NAME(step_part)(enum method method, enum kind kind, int plain
     float *m = b->m + from, *r = b->r + from, *x0 = b->x0 + from, *root = b->root + from;
     uint32_t *bits = b->bits + from;
     x += from, g += from, first += (uint32_t)from;
-    uint32_t least = NAME(new_roots)(method, plain, h, n, x, g, r, root, bits, first);
+    uint32_t most, least = NAME(new_roots)(method, plain, h, n, x, g, r, root, bits, first, &most);
     if (least < bits_of(FLT_MIN) - 1)
         NAME(small_roots)(method, h, n, x, g, r, root);
-    if (method == MADGRAD && lanes)
+    if (method == MIRROR_MADGRAD || !lanes)
+        NAME(from_root)(method, kind, plain, 0, h, n, x, g, m, r, x0, root, bits, NULL);
+    else if (most < bits_of(INFINITY))
         for (int64_t i = 0; i < n; i += LANES)
-            NAME(from_root)(method, kind, plain, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
+            NAME(from_root)(method, kind, plain, 0, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
                             root + i, bits + i, lanes);
     else
-        NAME(from_root)(method, kind, plain, h, n, x, g, m, r, x0, root, bits, NULL);
+        for (int64_t i = 0; i < n; i += LANES)
+            NAME(from_root)(method, kind, plain, 1, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
+                            root + i, bits + i, lanes);
 }
 
 /* A whole block half by half, and here as in `step_blocks` with constants for the lengths: the

@@ -1,0 +1,200 @@
+/* A step on states that are not in codes: elements of one tensor, chunk by chunk, for one real type at
+   one level of instructions. kernels.h includes this file. */
+
+/* What the loops read and write. What lies AHEAD is prefetched a little with every vector: a whole chunk
+   at once is more than the processor can wait for at a time, and made a step 20 % longer. */
+struct NAME(chunk) {
+    NAME(at) *param, *a, *b, *c;
+    const NAME(at) *grad;
+    const char *next_param, *next_grad; /* in memory, where their kind may be another */
+    int64_t param_width, grad_width;
+    int prefetches;
+};
+
+TARGET INLINE void NAME(prefetch)(struct NAME(chunk) t, int64_t i)
+{
+    if (!t.prefetches)
+        return;
+    prefetch(t.next_param + i * t.param_width, LANES * sizeof(REAL));
+    prefetch(t.next_grad + i * t.grad_width, LANES * sizeof(REAL));
+    prefetch(t.a + AHEAD + i, LANES * sizeof(REAL));
+    prefetch(t.b + AHEAD + i, LANES * sizeof(REAL));
+    if (t.c)
+        prefetch(t.c + AHEAD + i, LANES * sizeof(REAL));
+}
+
+TARGET INLINE void NAME(update_averaged)(int plain, int asking, struct NAME(constants) h, int64_t n,
+                                         struct NAME(chunk) t, const REAL *root,
+                                         struct NAME(lanes) *lanes)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        NAME(madgrad)(plain, asking, h, LANES, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
+                      lanes);
+    NAME(madgrad)(plain, asking, h, n - i, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
+}
+
+TARGET INLINE void NAME(with_momentum)(int plain, struct NAME(constants) h, int64_t n,
+                                       struct NAME(chunk) t, struct NAME(lanes) *lanes)
+{
+    REAL root[CHUNK];
+    BITS most[LANES] = {0}, *own = lanes ? most : NULL, largest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        NAME(prefetch)(t, i);
+        NAME(add_squares)(plain, h, LANES, t.param + i, t.grad + i, t.b + i, root + i, own);
+    }
+    NAME(add_squares)(plain, h, n - i, t.param + i, t.grad + i, t.b + i, root + i, own);
+    for (int j = 0; j < LANES; j++)
+        largest = most[j] > largest ? most[j] : largest;
+    if (lanes && largest >= NAME(to_bits)((REAL)INFINITY))
+        NAME(update_averaged)(plain, 1, h, n, t, root, lanes);
+    else
+        NAME(update_averaged)(plain, 0, h, n, t, root, lanes);
+}
+
+/* n elements from one on, without x_0 or in the mirror form. */
+TARGET INLINE void NAME(update_part)(int plain, enum method method, struct NAME(constants) h, int64_t i,
+                                     int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
+{
+    if (method == MIRROR_MADGRAD)
+        NAME(mirror_madgrad)(plain, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
+    else
+        NAME(without_momentum)(plain, h, n, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
+}
+
+TARGET INLINE void NAME(update)(int plain, enum method method, struct NAME(constants) h, int64_t n,
+                                struct NAME(chunk) t, struct NAME(lanes) *lanes)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        NAME(prefetch)(t, i);
+        NAME(update_part)(plain, method, h, i, LANES, t, lanes);
+    }
+    NAME(update_part)(plain, method, h, i, n - i, t, lanes);
+}
+
+TARGET INLINE void NAME(update_chunk)(int plain, enum method method, struct NAME(constants) h,
+                                      int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
+{
+    if (method == MIRROR_MADGRAD)
+        NAME(update)(plain, MIRROR_MADGRAD, h, n, t, NULL);
+    else if (t.c == NULL)
+        NAME(update)(plain, MADGRAD, h, n, t, lanes);
+    else
+        NAME(with_momentum)(plain, h, n, t, lanes);
+}
+
+TARGET static void NAME(load)(REAL *restrict to, const char *restrict from, enum kind kind,
+                              int64_t n)
+{
+    const half_at *halves = (const half_at *)from;
+    const float_at *singles = (const float_at *)from;
+    const double_at *doubles = (const double_at *)from;
+    switch (kind) {
+    case HALF:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)from_half(halves[i]);
+        break;
+    case BFLOAT16:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)from_bfloat16(halves[i]);
+        break;
+    case SINGLE:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)singles[i];
+        break;
+    default:
+        for (int64_t i = 0; i < n; i++)
+            to[i] = (REAL)doubles[i];
+    }
+}
+
+TARGET static void NAME(store)(char *restrict to, const REAL *restrict from, enum kind kind,
+                               int64_t n)
+{
+    half_at *halves = (half_at *)to;
+    for (int64_t i = 0; i < n; i++)
+        halves[i] = kind == HALF ? to_half((float)from[i]) : to_bfloat16((float)from[i]);
+}
+
+#if !WIDE
+/* Elements of a parameter, `at` being the first, become numbers of half precision at random, by
+   codec.round_param. Every loop has numbers of one size. */
+TARGET static void NAME(round_at_random)(const struct job *job, const struct row *row, int64_t at,
+                                         float *restrict x, int64_t n)
+{
+    uint32_t k = job->numbers.momentum == 0 ? 0 : (uint32_t)(int32_t)*row->step;
+    uint32_t first = (uint32_t)row->first + NAME(mixed)(k), bits[CHUNK];
+    if (row->spacing == 1)
+        for (int64_t i = 0; i < n; i++)
+            bits[i] = NAME(mixed)(first + (uint32_t)at + (uint32_t)i);
+    else
+        for (int64_t i = 0; i < n; i++) { /* the inverse of what fused.spacing says */
+            int64_t channels = row->length / row->spacing, j = (at + i) % row->length;
+            int64_t index = at + i - j + j % channels * row->spacing + j / channels;
+            bits[i] = NAME(mixed)(first + (uint32_t)index);
+        }
+    if (job->param == HALF)
+        for (int64_t i = 0; i < n; i++)
+            x[i] = NAME(round_half)(x[i], bits[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            x[i] = NAME(round_bfloat16)(x[i], bits[i]);
+}
+#endif
+
+/* Elements begin..end of one tensor. */
+TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t begin, int64_t end,
+                                  struct lanes *sums)
+{
+    const struct row *row = &job->rows[index];
+    struct NAME(constants) h = NAME(constants_of)(job, *row->step);
+    int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
+    int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
+    REAL x[CHUNK], g[CHUNK];
+    struct NAME(lanes) lanes = {0};
+    for (int64_t at = begin; at < end; at += CHUNK) {
+        int64_t n = at + CHUNK < end ? CHUNK : end - at;
+        char *param = (char *)row->param + at * param_width;
+        const char *grad = (const char *)job->grads[index] + at * grad_width;
+        struct NAME(chunk) t = {
+            .param = (NAME(at) *)param,
+            .grad = (const NAME(at) *)grad,
+            .a = (NAME(at) *)row->a + at,
+            .b = (NAME(at) *)row->b + at,
+            .c = row->c ? (NAME(at) *)row->c + at : NULL,
+            .next_param = param + AHEAD * param_width,
+            .next_grad = grad + AHEAD * grad_width,
+            .param_width = param_width,
+            .grad_width = grad_width,
+            .prefetches = at + AHEAD + CHUNK <= row->size,
+        };
+        if (job->param != job->state) {
+            NAME(load)(x, param, job->param, n);
+            t.param = x;
+        }
+        if (job->grad != job->state) {
+            NAME(load)(g, grad, job->grad, n);
+            t.grad = g;
+        }
+        if (plain && sums)
+            NAME(update_chunk)(1, MADGRAD, h, n, t, &lanes);
+        else if (plain)
+            NAME(update_chunk)(1, job->method, h, n, t, NULL);
+        else if (sums)
+            NAME(update_chunk)(0, MADGRAD, h, n, t, &lanes);
+        else
+            NAME(update_chunk)(0, job->method, h, n, t, NULL);
+        for (int64_t i = 0; t.c && i < n && h.shrink != 1; i++)
+            t.c[i] *= h.shrink;
+#if !WIDE
+        if (job->at_random)
+            NAME(round_at_random)(job, row, at, x, n);
+#endif
+        if (job->param != job->state)
+            NAME(store)(param, x, job->param, n);
+        if (sums && (at + CHUNK >= end || (at - begin) % FOLD == FOLD - CHUNK))
+            NAME(fold)(&lanes, sums);
+    }
+}
