@@ -208,6 +208,39 @@ def test_large_leaves_are_summed_in_chunks(monkeypatch):
     np.testing.assert_allclose(slope, 2 * many)
 
 
+def test_finite_totals():
+    terms = np.arange(24.0).reshape(3, 2, 4) - 5
+    terms[0, 0, 1], terms[1, 1, 2], terms[2, 0, 3], terms[2, 1, 0] = np.nan, np.inf, np.inf, np.nan
+    finite = np.isfinite(terms[2])
+    found = jax.jit(xla.finite_totals)(*terms)
+    np.testing.assert_array_equal(found, [term[finite].sum() for term in terms])
+    scales = jnp.asarray([1.0, 2.0])
+    each = jax.vmap(lambda scale: xla.finite_totals(*(scale * jnp.asarray(terms))))(scales)
+    np.testing.assert_array_equal(each, np.outer(found, scales))
+    last = jnp.where(finite, terms[2], jnp.nan)
+    slope = jax.grad(lambda x: xla.finite_totals(x * x, last)[0])(jnp.asarray(terms[1]))
+    np.testing.assert_array_equal(slope, np.where(finite, 2 * terms[1], 0.0))
+
+
+def test_on_a_gpu_a_leaf_is_summed_in_one_reduction(monkeypatch):
+    tx, at_once = (madgrad("auto", weight_decay=0.1) for _ in range(2))
+    start, grads = random_tree(0), random_tree(1, 3.0, (10,))
+    arguments = jax.tree.map(jnp.float32, (start, tx.init(start), start))
+    lowered = jax.jit(tx.update).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count(":3 = stablehlo.reduce(") == len(SIZES)
+    with jax.enable_x64(True):
+        (expected, _), expected_estimates = scan(tx, start, grads, estimates)
+        monkeypatch.setattr(xla, "sums", on_a_gpu)
+        (params, _), found = scan(at_once, start, grads, estimates)
+    np.testing.assert_allclose(flat(params), flat(expected), rtol=1e-12)
+    np.testing.assert_allclose(found, expected_estimates, rtol=1e-12)
+
+
+def on_a_gpu(function, *arrays, elsewhere=None):
+    """What xla.sums computes there."""
+    return elsewhere(*arrays) if elsewhere else function(xla.TOTALS, *arrays)
+
+
 def bowl(tx, steps, scale=1.0, damage=None, start=None):
     """The last parameters and state on the way to 3; `damage(k, grad)` may change the gradient."""
     x = {"w": jnp.linspace(-1.0, 1.0, 41, dtype=jnp.float32) if start is None else start}

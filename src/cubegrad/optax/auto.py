@@ -133,8 +133,12 @@ def step_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array
     def sums(xp: Any, *arrays: Any) -> Sums:
         return distance.step_sums(xp, h, step, *arrays)
 
+    def at_once(*arrays: Any) -> Sums:
+        return xla.finite_totals(*sums(xla.ALL_TERMS, *arrays))
+
     old_sums, new_sums = (tuple(arrays[name] for name in SUMS) for arrays in (old, new))
-    return xla.sums(sums, old["param"], old["grad"], old_sums, new_sums, old.get("initial_param"))
+    arrays = old["param"], old["grad"], old_sums, new_sums, old.get("initial_param")
+    return xla.sums(sums, *arrays, elsewhere=at_once)
 
 
 def advance(

@@ -110,10 +110,39 @@ def where_finite(x: Array, value: Array) -> Array:
 
 where = jnp.where
 
+
+@jax.custom_jvp
+def finite_totals(*terms: Array) -> Sums:
+    """The sum of each term, over the coordinates where the last one is finite.
+
+    One reduction, which tests for finiteness itself: only then does XLA on a GPU add the terms in
+    the kernel that steps the parameter in place, so that a sum costs no memory traffic. With a
+    reduction for each sum it would store the cube roots and copy the parameter: 56 bytes moved for
+    a float32 parameter instead of 32.
+    """
+
+    def finite(numbers: Sums) -> list[Array]:
+        return [where_finite(numbers[-1], number) for number in numbers]
+
+    def add(a: Sums, b: Sums) -> Sums:
+        return tuple(map(jnp.add, finite(a), finite(b)))
+
+    zeros = tuple(jnp.zeros([], term.dtype) for term in terms)
+    return tuple(lax.reduce(terms, zeros, add, range(terms[0].ndim)))
+
+
+@finite_totals.defjvp
+def _finite_totals_jvp(primals: Sums, tangents: Sums) -> tuple[Sums, Sums]:
+    changes = tuple(total(where_finite(primals[-1], tangent)) for tangent in tangents)
+    return finite_totals(*primals), changes
+
+
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
+# ALL_TERMS returns them for `finite_totals`.
 TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
 TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
+ALL_TERMS = SimpleNamespace(**vars(TERMS) | {"where_finite": lambda _, terms: terms})
 # What codec.py takes as xp.
 CODEC = SimpleNamespace(
     **vars(TOTALS),
@@ -132,18 +161,23 @@ def may_be_sharded_on_cpu() -> bool:
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
-def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
+def sums(
+    function: Callable[..., Sums], *arrays: Any, elsewhere: Callable[..., Sums] | None = None
+) -> Sums:
     """function(xp, *arrays), for a function whose results are all computed by xp.total.
 
     The arrays have one shape; all but the first may be tuples of arrays, or None. On a CPU they are
     read chunk by chunk: on its own, XLA stores all terms before it adds them, and allocating the
     memory for that takes longer than a step of MADGRAD. With several CPU devices the arrays may be
-    sharded, and slicing would gather them.
+    sharded, and slicing would gather them. Other devices run elsewhere(*arrays), if given, which
+    must compute the same.
     """
     whole = partial(function, TOTALS)
     size = arrays[0].size
     if may_be_sharded_on_cpu() or not 2 * CHUNK <= size < 2**31:  # an index is an int32
-        return whole(*arrays)
+        if elsewhere is None:
+            return whole(*arrays)
+        return lax.platform_dependent(*arrays, cpu=whole, default=elsewhere)  # type: ignore[no-any-return]
 
     def by_chunks(*arrays: Any) -> Sums:
         flat = jax.tree.map(lambda array: array.ravel(), arrays)
@@ -157,7 +191,7 @@ def sums(function: Callable[..., Sums], *arrays: Any) -> Sums:
         added = lax.fori_loop(0, chunks, add, tuple(jnp.zeros(CHUNK, r.dtype) for r in rest))
         return tuple(a + total(b) for a, b in zip(rest, added, strict=True))
 
-    return lax.platform_dependent(*arrays, cpu=by_chunks, default=whole)  # type: ignore[no-any-return]
+    return lax.platform_dependent(*arrays, cpu=by_chunks, default=elsewhere or whole)  # type: ignore[no-any-return]
 
 
 def compute_after(number: Array, new: Array, old: Array) -> Array:
