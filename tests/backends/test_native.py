@@ -238,14 +238,14 @@ def test_the_extension_compiles_without_a_warning(tmp_path):
 @pytest.mark.parametrize(
     "chosen",
     [
-        ["-O1", "-fsanitize=address"],  # 15 s
-        pytest.param(["-fsanitize=address,undefined"], marks=pytest.mark.thorough),  # 33 s
+        ["-O1"],  # compiles in half the time
+        pytest.param([], marks=pytest.mark.thorough),
     ],
     ids=" ".join,
 )
 def test_the_kernels_pass_the_sanitizers(tmp_path, chosen):
     program = tmp_path / "check"
-    sanitize = [*chosen, "-fno-sanitize-recover=all"]
+    sanitize = [*chosen, "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     sources = [str(HERE / "native_check.c"), str(SOURCES / "step.c")]
     command = [COMPILER, *FLAGS_C.split(), *sanitize, f"-I{SOURCES}", *sources, "-lm"]
     result = subprocess.run([*command, "-o", program], capture_output=True, text=True)
