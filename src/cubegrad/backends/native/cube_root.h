@@ -41,8 +41,8 @@ TARGET INLINE BITS NAME(to_bits)(REAL x)
     return bits;
 }
 
-/* a b + c. Only the cube root may leave the product unrounded, where there is such an
-   instruction. */
+/* a b + c, with the product unrounded where there is such an instruction. For cube roots, sums and
+   states in codes only. */
 TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
 {
 #if !FUSES
