@@ -176,11 +176,11 @@ def standing(found: list[Comparison]) -> list[str]:
     """MADGRAD against each of the others, counted."""
     lines = []
     for rival in RIVALS:
-        signs = {one.title: row.gain.sign for one in found if (row := one.row(rival))}
+        signs = {one.short_title: row.gain.sign for one in found if (row := one.row(rival))}
         parts = [
             f"{word} on {len(names)}{f' ({listed(names)})' if names and sign else ''}"
             for word, sign in (("better", -1), ("worse", 1), ("undecided", 0))
-            for names in [[name.partition(",")[0] for name in signs if signs[name] == sign]]
+            for names in [[name for name in signs if signs[name] == sign]]
         ]
         count = f"{len(signs)} problem{'s' if len(signs) > 1 else ''}"
         lines.append(f"- MADGRAD against {METHODS[rival].label}, {count}: {listed(parts)}.")

@@ -24,10 +24,10 @@ TITLES = {
     "fastmri": "MR images, VarNet",
     "iwslt14": "translation, LSTM",
     "bookwiki": "novels, RoBERTa",
-    "finetune": "fine-tuning RoBERTa",
+    "finetune": "fine-tuning, RoBERTa",
     "digits": "digits, two convolutions",
 }
-ENLARGED = {("imagenet", 9): "CIFAR-10 enlarged, ResNet-50"}
+ENLARGED = {("imagenet", 9): "ResNet-50, CIFAR-10 enlarged"}
 TEXT = ("iwslt14", "bookwiki", "finetune")
 
 
@@ -68,6 +68,11 @@ class Comparison:
     def title(self) -> str:
         one = self.settings
         return ENLARGED.get((one.problem, one.epochs), TITLES.get(one.problem, one.problem))
+
+    @property
+    def short_title(self) -> str:
+        """For a plot or a sentence."""
+        return self.title.partition(",")[0]
 
     @property
     def name(self) -> str:

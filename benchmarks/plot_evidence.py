@@ -23,15 +23,6 @@ RANKED = {
 COLOURS = {"images": "#0072b2", "text": "#d55e00"}
 MARKS = {"images": "o", "text": "s"}
 BOXES = {"images": "round", "text": "square"}
-SHORT = {
-    "cifar10": "CIFAR-10",
-    "imagenet": "ResNet-50",
-    "fastmri": "MR images",
-    "iwslt14": "translation",
-    "bookwiki": "novels",
-    "finetune": "fine-tuning",
-    "digits": "digits",
-}
 LEAST, MOST = 0.05, 100.0  # %, the ends of the right panel
 
 
@@ -51,8 +42,9 @@ def places(found: list[Comparison]) -> list[Place]:
         sign = 1 if one.judge.higher_is_better else -1
         ranks = comparison.ranks({n: sign * one.final(r).mean for n, r in rows.items() if r})
         whole = len(ranks) == len(RANKED)
-        label = SHORT.get(one.settings.problem, one.settings.problem)
-        listed += [Place(name, label, one.kind, rank, whole) for name, rank in ranks.items()]
+        listed += [
+            Place(name, one.short_title, one.kind, rank, whole) for name, rank in ranks.items()
+        ]
     return listed
 
 
@@ -80,11 +72,10 @@ def step_costs(found: list[Comparison]) -> dict[str, list[Cost]]:
         profiles = {name: profile(one, row) for name, row in rows.items() if row.searched_lr}
         if len(profiles) < len(RANKED):
             continue
-        label = SHORT.get(one.settings.problem, one.settings.problem)
         for name, rates in profiles.items():
             known = [side for side in comparison.one_step_off(rates) if side is not None]
             worst = max(known, default=math.inf)
-            costs[name].append(Cost(label, one.kind, worst, len(known) == 2))
+            costs[name].append(Cost(one.short_title, one.kind, worst, len(known) == 2))
     return costs
 
 

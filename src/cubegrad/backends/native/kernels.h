@@ -1,5 +1,5 @@
 /* The loops of a step, for one real type at one level of instructions. level.h includes this file
-   for each type. Every level rounds alike except in the last bit of the cube root, since the
+   for each type. Every level rounds alike except in the last bits of cube roots and sums, since the
    compiler may not contract a product and a sum. Everything that a loop calls is INLINE: left to
    choose, the compiler made a call of a cube root, and no vectors. */
 

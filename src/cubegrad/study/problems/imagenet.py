@@ -69,6 +69,7 @@ def normalised(images: Tensor) -> Tensor:
 
 
 def scores(model: nn.Module, normal: Tensor) -> Tensor:
+    """Class scores of normalised images."""
     # No cast cache: it would outlive a graph's capture, and each weight is cast only once.
     with torch.autocast("cuda", torch.bfloat16, normal.is_cuda, cache_enabled=False):
         out: Tensor = model(normal)
