@@ -149,8 +149,8 @@ def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Arr
     """
 
     def again(old: dict[str, Array], _: Any) -> Sums:
-        lr = jnp.where(h.lr < -jnp.inf, 0.0, h.lr)  # h.lr, but XLA does not know that
-        return rule.madgrad(xla, h._replace(lr=lr), step, **old)[1:3]
+        grad = jnp.where(h.lr < -jnp.inf, 0.0, old["grad"])  # the same, but XLA does not know that
+        return rule.madgrad(xla, h, step, **old | {"grad": grad})[1:3]
 
     computed = tuple(new[name] for name in SUMS)
     return lax.platform_dependent(old, computed, cpu=lambda _, new: new, default=again)  # type: ignore[no-any-return]
