@@ -52,7 +52,7 @@ def _newton_step(x: Array, y: Array) -> Array:
 
 def _with_ends(x: Array, root: Array) -> Array:
     """The cube root of x, where `root` is right for numbers that are neither tiny nor infinite."""
-    return jnp.where(x < jnp.finfo(x.dtype).tiny, 0.0, jnp.where(jnp.isinf(x), x, root))
+    return jnp.where(x < jnp.finfo(x.dtype).tiny, 0.0, jnp.where(x < jnp.inf, root, x))
 
 
 def _inverse(x: Array) -> Array:
