@@ -141,6 +141,21 @@ def step_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array
     return xla.sums(sums, *arrays, elsewhere=at_once)
 
 
+def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array]) -> Sums:
+    """s and ν after a parameter's step, as they are to be stored.
+
+    On a GPU they are computed once more, apart from those that x and `step_sums` are made of. Else
+    XLA stores ν first and loads it again, to compute x from it.
+    """
+
+    def again(old: dict[str, Array], _: Any) -> Sums:
+        grad = jnp.where(h.lr < -jnp.inf, 0.0, old["grad"])  # the same, but XLA does not know that
+        return rule.madgrad(xla, h, step, **old | {"grad": grad})[1:3]
+
+    computed = tuple(new[name] for name in SUMS)
+    return lax.platform_dependent(old, computed, cpu=lambda _, new: new, default=again)  # type: ignore[no-any-return]
+
+
 def advance(
     estimate: Estimate,
     h: Hyper,

@@ -14,6 +14,7 @@ from cubegrad.codec import Codes
 from cubegrad.optax import auto, compact, rounding, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
+    SUMS,
     buffer_names,
     compute_dtype,
     from_real_parts,
@@ -158,6 +159,7 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
         if settings.auto:
             sums.append(auto.step_sums(h, step, old, new))
             new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
+            new |= zip(SUMS, auto.stored_sums(h, step, old, new), strict=True)
         results.append(new)
     new = from_real_parts(results)
     move_dtype = leaf.param.dtype

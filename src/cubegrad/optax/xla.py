@@ -27,8 +27,32 @@ def newton_cbrt(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, integer)
     y = lax.bitcast_convert_type(lax.div(bits, integer(3)) + offset, x.dtype)
     for _ in range(steps):
-        y = y - (y - x / (y * y)) / 3
-    return jnp.where(x < jnp.finfo(x.dtype).tiny, 0.0, jnp.where(jnp.isinf(x), x, y))
+        y = _newton_step(x, y)
+    return _with_ends(x, y)
+
+
+def cuda_cbrt(x: Array) -> Array:
+    """`newton_cbrt` with one division and no integer division, from Newton steps to 1/∛x.
+
+    XLA decides by its own table of costs whether a kernel for a GPU computes a number or loads it.
+    There `jnp.cbrt` costs so much that XLA stores the cube roots for the sums of
+    learning_rate="auto": 44 bytes moved for a float32 parameter without momentum instead of 28.
+    """
+    integer, offset, steps = ROOTS[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, integer).astype(x.dtype)
+    inverse = lax.bitcast_convert_type((2.0 * offset - bits / 3).astype(integer), x.dtype)
+    for _ in range(steps - 1):
+        inverse = inverse + inverse * (1 - x * inverse * inverse * inverse) / 3
+    return _with_ends(x, _newton_step(x, x * inverse * inverse))
+
+
+def _newton_step(x: Array, y: Array) -> Array:
+    return y - (y - x / (y * y)) / 3
+
+
+def _with_ends(x: Array, root: Array) -> Array:
+    """The cube root of x, where `root` is right for numbers that are neither tiny nor infinite."""
+    return jnp.where(x < jnp.finfo(x.dtype).tiny, 0.0, jnp.where(x < jnp.inf, root, x))
 
 
 def _inverse(x: Array) -> Array:
@@ -47,7 +71,7 @@ def cbrt(x: Array) -> Array:
     The true one is infinite there, and times the derivative 0 of g² it would be NaN. With 0
     instead the derivative of the step, λ/ε, is right for ε > 0.
     """
-    return lax.platform_dependent(x, cpu=newton_cbrt, default=jnp.cbrt)  # type: ignore[no-any-return]
+    return lax.platform_dependent(x, cpu=newton_cbrt, cuda=cuda_cbrt, default=jnp.cbrt)  # type: ignore[no-any-return]
 
 
 @cbrt.defjvp
