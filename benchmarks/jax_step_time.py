@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "cubegrad madgrad": lambda: cubegrad.optax.madgrad(1e-2),
     "cubegrad madgrad momentum=0": lambda: cubegrad.optax.madgrad(1e-2, momentum=0.0),
     "cubegrad madgrad auto": lambda: cubegrad.optax.madgrad("auto"),
+    "cubegrad madgrad auto decay": lambda: cubegrad.optax.madgrad("auto", weight_decay=1e-4),
     "cubegrad mirror_madgrad": lambda: cubegrad.optax.mirror_madgrad(1e-2),
     "cubegrad madgrad compact": lambda: cubegrad.optax.madgrad(1e-2, compact=True),
     "cubegrad madgrad momentum=0 compact": lambda: cubegrad.optax.madgrad(

@@ -148,6 +148,7 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     assert {name: row["bytes_per_parameter"] for name, row in rows.items()} == {
         "cubegrad madgrad": 32,
         "cubegrad madgrad auto": 32,
+        "cubegrad madgrad auto decay": 32,
         "cubegrad madgrad momentum=0": 28,
         "cubegrad mirror_madgrad": 28,
         # 18, 16 and 16, with 4 bytes for every 256 codes, read or read and written
