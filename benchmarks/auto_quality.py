@@ -43,6 +43,7 @@ class Trial(NamedTuple):
     adamw: tuple[float, ...]
     decay: float = 0.0
     decoupled: float = 0.0  # the decay of AdamW and its like
+    searched: float | None = None  # that of AdamW alone, if docs/results has its search
     epochs: int | None = None
     schedule: str | None = None
     seconds: float = 60.0  # expected for a run, beside others
@@ -52,10 +53,17 @@ TRIALS = {
     "gpu": (
         Trial("digits", (0.025,), (5e-3, 1e-2, 2.5e-2), seconds=10),
         Trial("finetune", (5e-3, 1e-2, 2.5e-2), (2.5e-4, 5e-4, 1e-3), seconds=30),
-        Trial("bookwiki", (0.01,), (1e-3, 2.5e-3, 5e-3), 0, 0, 10, "polynomial:1000", seconds=120),
+        Trial(
+            "bookwiki",
+            (0.01,),
+            (1e-3, 2.5e-3, 5e-3),
+            epochs=10,
+            schedule="polynomial:1000",
+            seconds=120,
+        ),
         Trial("iwslt14", (0.05,), (5e-3, 1e-2, 2.5e-2), seconds=130),
-        Trial("cifar10", (5e-4,), (2.5e-4, 5e-4, 1e-3), 5e-4, 0.05, 18, seconds=150),
-        Trial("imagenet", (5e-4, 1e-3, 2.5e-3), (5e-4, 1e-3, 2.5e-3), 5e-4, 0.05, seconds=180),
+        Trial("cifar10", (5e-4,), (2.5e-4, 5e-4, 1e-3), 5e-4, 0.05, epochs=18, seconds=150),
+        Trial("imagenet", (5e-4, 1e-3, 2.5e-3), (1e-3,), 5e-4, 0.05, searched=0.25, seconds=180),
         # AdamW without decay is Adam, whose search found 2.5e-3.
         Trial("fastmri", (0.025, 0.05, 0.1), (2.5e-3,), epochs=4, seconds=180),
     ),
@@ -82,7 +90,10 @@ def settings(trial: Trial, method: str, lr: float, seed: int, preset_name: str) 
     given = {name: value for name, value in changes.items() if value}
     preset = replace(problem.presets[preset_name], **given)
     plan = Plan(problem, preset_name, preset, (), "cpu" if preset_name == "cpu" else "cuda")
-    decay = trial.decoupled if method.partition("@")[0] in DECOUPLED else trial.decay
+    name = method.partition("@")[0]
+    decay = trial.decoupled if name in DECOUPLED else trial.decay
+    if name == "adamw" and trial.searched is not None:
+        decay = trial.searched
     entry = methods.entry(method, preset)
     return plan.settings(entry, (lr, decay), seed, hold_out=False)
 
@@ -151,7 +162,7 @@ _known = functools.cache(known)  # asked after each run
 
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
     done, todo = runs.load()[0], []
-    elsewhere = _known(options.known, ("imagenet", "peers"))  # imagenet has other images
+    elsewhere = _known(options.known, ("peers",))
     for trial, one in wanted(options, done | elsewhere):
         # Older records of lr="auto" may have older rules.
         if one.key in elsewhere and one.key not in done and not methods.estimates(one.method):

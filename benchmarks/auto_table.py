@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cubegrad.study import schedules, statistics
 from cubegrad.study.records import Record
-from cubegrad.study.statistics import Estimate
+from cubegrad.study.statistics import Estimate, Judge
 from cubegrad.study.wording import number
 
 OURS = ("madgrad-auto", "madgrad-auto-compact")
@@ -55,17 +55,35 @@ class Result(NamedTuple):
 def results(records: Iterable[Record]) -> list[Result]:
     """Of the seeds from 1 on; seed 0 has chosen the learning rates."""
     runs: dict[str, dict[tuple[str, float], list[Record]]] = defaultdict(lambda: defaultdict(list))
+    search: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        if record.settings.seed > 0:
-            one = record.settings
+        one = record.settings
+        if one.seed == 0 and one.method == SCHEDULE_FREE:
+            search[f"{one.problem}, {one.preset}"].append(record)
+        if one.seed > 0:
             method = one.method
             if method == "prodigy" and schedules.warms_up(one.schedule):
                 method = "prodigy, warm-up"
             runs[f"{one.problem}, {one.preset}"][method, one.lr].append(record)
-    return [_result(problem, settings) for problem, settings in runs.items()]
+    return [
+        _result(problem, settings, _best_lr(search[problem])) for problem, settings in runs.items()
+    ]
 
 
-def _result(problem: str, settings: dict[tuple[str, float], list[Record]]) -> Result:
+def _best_lr(search: list[Record]) -> float | None:
+    """None if there was no search."""
+    ended = [record for record in search if record.status == "finished"]
+    if not ended:
+        return None
+    about = ended[0].about
+    judge = Judge(about["metric"], about["higher_is_better"])
+    return max(ended, key=lambda record: judge.score([record])).settings.lr
+
+
+def _result(
+    problem: str, settings: dict[tuple[str, float], list[Record]], best: float | None
+) -> Result:
+    """`best` is the learning rate that the search of schedule-free AdamW has chosen."""
     about = next(iter(settings.values()))[0].about
     reached, lrs = dict[str, Estimate](), dict[str, float]()
     for (method, lr), runs in settings.items():
@@ -76,9 +94,8 @@ def _result(problem: str, settings: dict[tuple[str, float], list[Record]]) -> Re
         found = statistics.estimate(known)
         names = [method]
         if method == SCHEDULE_FREE:
-            alone = sum(other == method for other, _ in settings) == 1
             names = [method] if lr == DEFAULT else []
-            names += [f"{method}, tuned"] if lr != DEFAULT or alone else []
+            names += [f"{method}, tuned"] if lr == best else []
         for name in names:
             reached[name], lrs[name] = found, lr
     return Result(problem, about, reached, lrs)

@@ -111,8 +111,7 @@ def known(folder: Path, but: Sequence[str]) -> dict[str, Record]:
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
     """What is still to do; runs that are known are copied into `runs`."""
     done, todo = runs.load()[0], []
-    # The page on imagenet has other images, and "compact" what this made before.
-    elsewhere = known(options.known, ("imagenet", "compact", "peers"))
+    elsewhere = known(options.known, ("compact", "peers"))  # "compact" has what this made before
     for trial, one in wanted(options):
         if one.key in done:
             continue

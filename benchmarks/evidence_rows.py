@@ -17,7 +17,7 @@ MAIN = (
     "madgrad", "sgd", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-compact",
     "madgrad-auto",
 )  # fmt: skip
-# What a record does not know: the images of imagenet are whatever its folder has.
+# What a record does not know: imagenet's images are whatever its folder has, here photographs.
 TITLES = {
     "cifar10": "CIFAR-10, ResNet-18",
     "imagenet": "photographs, ResNet-18",
@@ -27,7 +27,6 @@ TITLES = {
     "finetune": "fine-tuning, RoBERTa",
     "digits": "digits, two convolutions",
 }
-ENLARGED = {("imagenet", 9): "ResNet-50, CIFAR-10 enlarged"}
 TEXT = ("iwslt14", "bookwiki", "finetune")
 
 
@@ -66,8 +65,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        one = self.settings
-        return ENLARGED.get((one.problem, one.epochs), TITLES.get(one.problem, one.problem))
+        return TITLES.get(self.settings.problem, self.settings.problem)
 
     @property
     def short_title(self) -> str:

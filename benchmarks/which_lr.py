@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind("cifar10", "convolutional: PreAct ResNet-18 on CIFAR-10", "gpu"),
-    Kind("imagenet", "convolutional: ResNet-50 on CIFAR-10 as folders, 9 epochs", "gpu"),
+    Kind("imagenet", "convolutional: ResNet-18 on photographs, 64 px", "gpu"),
     Kind("bookwiki", "transformer from scratch: RoBERTa of 5.4M on novels", "gpu"),
     Kind("finetune", "transformer, fine-tuned: RoBERTa of 0.2M on WikiText-2", "cpu"),
     Kind("finetune", "the same by LoRA, rank 8", "cpu-lora"),
@@ -57,12 +57,12 @@ def neighbours(summary: Summary, higher_is_better: bool) -> Iterator[str]:
 
 
 def search(kind: Kind) -> tuple[Experiment, Summary, Summary]:
-    """The runs of a problem; MADGRAD and Adam, or AdamW, among them."""
+    """The runs of a problem; MADGRAD and Adam, or else AdamW, among them."""
     records = Runs(RESULTS / kind.folder).load()[0].values()
     own = [record for record in records if record.settings.preset == kind.preset]
     (experiment,) = report.experiments(own)
     found = {summary.method: summary for summary in experiment.summaries}
-    return experiment, found["madgrad"], found.get("adamw") or found["adam"]
+    return experiment, found["madgrad"], found.get("adam") or found["adamw"]
 
 
 def row(kind: Kind) -> list[str]:

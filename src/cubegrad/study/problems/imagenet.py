@@ -243,7 +243,7 @@ def _cpu() -> Preset:
 def problem() -> Problem:
     return Problem(
         name="imagenet",
-        description="ResNet-50 on a folder of images for each class, ImageNet's or yours",
+        description="a residual network on a folder of images for each class, ImageNet's or yours",
         build=build,
         presets={"cpu": _cpu(), "gpu": _gpu(), "paper": _paper()},
         metric="accuracy",
