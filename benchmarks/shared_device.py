@@ -53,7 +53,8 @@ def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
     place, todo, first = train.Place(data, save_every=60.0), [], dict[str, Job]()
     for problem, one, seconds in wanted:
         call = partial(_train, problem, one, place, runs.checkpoint(one))
-        name = f"{one.problem} {one.method}@{one.schedule} {one.lr:g} seed {one.seed}"
+        setting = f"lr {one.lr:g} decay {one.decay:g} seed {one.seed}"
+        name = f"{one.problem} {one.method}@{one.schedule} {setting}"
         folder = data / FOLDERS[one.problem] if one.problem in FOLDERS else None
         shared, longest, before = SHARED.get(problem, ("", 0, ""))
         if shared:
@@ -193,8 +194,9 @@ def run_and_print(
     options: argparse.Namespace,
     jobs: Callable[[argparse.Namespace, Runs], list[Job]],
     table: Callable[[Iterable[Record]], str],
+    runs: Runs | None = None,
 ) -> None:
-    runs, failed = Runs(options.out), list[str]()
+    runs, failed = runs or Runs(options.out), list[str]()
     if not options.table:
         with runs.locked():
             runs.repair()

@@ -59,12 +59,12 @@ def test_the_float32_runs_of_the_searches_are_taken_over(tmp_path):
     runs = Runs(tmp_path)
     todo = jobs(parse([*words, "--out", str(tmp_path)]), runs)
     assert [job.name for job in todo] == ["tokens"] + [
-        f"{name} madgrad-compact@{schedule} {lr:g} seed {seed}"
-        for name, schedule, lr in (
-            ("cifar10", "tenthing:50%-75%", 2.5e-4),
-            ("iwslt14", "inverse-sqrt:400", 0.05),
-            ("bookwiki", "polynomial:1000", 0.01),
-            ("fastmri", "tenthing:80%", 0.05),
+        f"{name} madgrad-compact@{schedule} lr {lr:g} decay {decay:g} seed {seed}"
+        for name, schedule, lr, decay in (
+            ("cifar10", "tenthing:50%-75%", 2.5e-4, 1e-3),
+            ("iwslt14", "inverse-sqrt:400", 0.05, 0),
+            ("bookwiki", "polynomial:1000", 0.01, 0),
+            ("fastmri", "tenthing:80%", 0.05, 0),
         )
         for seed in (1, 2, 3)
     ]

@@ -1,0 +1,219 @@
+"""The runs that docs/results/README.md is made of: every method on every problem.
+
+    PYTHONPATH=src python3 benchmarks/evidence_runs.py --preset gpu --data data --out runs/evidence
+    ... --problems imagenet,digits --workers 14 --minutes 25
+    ... --table
+
+The learning rate and the decay of each method are searched with seed 0. A search begins in the
+middle of the preset's learning rates, without decay if the preset has 0 among its decays, else
+(and for AdamW) with the middle one. It goes on to the neighbours of the best setting until all of
+them are worse, so no best value is at an edge. The best setting then runs with further seeds.
+MADGRAD with a state in codes takes the setting of MADGRAD.
+
+Each problem has a folder in --out. Runs that are there or in --known are not repeated. With
+--minutes no run is started that would probably not end in time; the same command goes on from
+there.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import shared_device
+from compact_quality import known
+from shared_device import Job, Wanted
+
+from cubegrad.study import StudyError, catalogue, methods, report, statistics
+from cubegrad.study.experiments import experiments
+from cubegrad.study.methods import Entry
+from cubegrad.study.plan import Plan
+from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.statistics import Setting
+
+SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
+COMPACT = "madgrad-compact"
+
+
+class Trial(NamedTuple):
+    """One problem; what is None is the preset's."""
+
+    problem: str
+    seconds: float  # expected for a run, beside others
+    epochs: int | None = None
+    schedule: str | None = None
+    seeds: int = 3  # of the best setting
+
+
+TRIALS = {
+    "gpu": (
+        Trial("imagenet", 200),
+        Trial("digits", 10, seeds=10),
+        Trial("finetune", 30),
+        Trial("cifar10", 330, seeds=5),
+        Trial("iwslt14", 390, epochs=30),
+        Trial("bookwiki", 360, epochs=30, schedule="polynomial:3000"),
+        Trial("fastmri", 400),
+    ),
+    "cpu": (Trial("digits", 10),),
+}
+
+
+class Folders(Runs):
+    """Runs of several problems, each in its own folder."""
+
+    def of(self, settings: Settings) -> Runs:
+        return Runs(self.folder / settings.problem)
+
+    def each(self) -> Iterator[Runs]:
+        return (Runs(path.parent) for path in sorted(self.folder.glob("*/records.jsonl")))
+
+    def checkpoint(self, settings: Settings) -> Path:
+        return self.of(settings).checkpoint(settings)
+
+    def load(self) -> tuple[dict[str, Record], list[str]]:
+        records, broken = dict[str, Record](), list[str]()
+        for runs in self.each():
+            more, damage = runs.load()
+            records |= more
+            broken += damage
+        return records, broken
+
+    def repair(self) -> list[str]:
+        return [message for runs in self.each() for message in runs.repair()]
+
+    def append(self, record: Record) -> None:
+        runs = self.of(record.settings)
+        runs.folder.mkdir(parents=True, exist_ok=True)
+        runs.append(record)
+
+
+def plan_of(trial: Trial, options: argparse.Namespace) -> Plan:
+    problem = catalogue.find(trial.problem)
+    changes = {"epochs": options.epochs or trial.epochs, "schedule": trial.schedule}
+    given = {name: value for name, value in changes.items() if value}
+    preset = replace(problem.presets[options.preset], **given)
+    return Plan(problem, options.preset, preset, (), "cpu" if options.preset == "cpu" else "cuda")
+
+
+def search(
+    plan: Plan, entry: Entry, done: dict[str, Record]
+) -> tuple[list[Settings], Setting | None]:
+    """What is to be run next, or the chosen setting when nothing is."""
+    lrs, decays = _range(plan, entry), sorted(plan.first_decays(entry))
+    without = 0 in decays and entry.method != "adamw"  # which is Adam then
+    start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
+    tried = _tried(plan.settings(entry, start, 0, hold_out=False), done)
+    wanted = {start, *_lrs_beside(plan, start, lrs)}
+    if wanted <= tried.keys():
+        best = statistics.best(tried, plan.judge)
+        if best is None:  # all of them diverged
+            wanted = {(plan.grid.below(min(lr for lr, _ in tried)), start[1])}
+        else:
+            every = sorted({*decays, *(decay for _, decay in tried)})
+            wanted = {*_lrs_beside(plan, best, lrs), *_decays_beside(plan, best, every)}
+        if wanted <= tried.keys():
+            return [], best
+    missing = sorted(wanted - tried.keys())
+    return [plan.settings(entry, setting, 0, hold_out=False) for setting in missing], None
+
+
+def _range(plan: Plan, entry: Entry) -> tuple[float, ...]:
+    """Most presets have no range of MirrorMADGRAD, whose rates are of the size of MADGRAD's."""
+    if entry.method == "mirror-madgrad" and entry.method not in plan.preset.lrs:
+        entry = methods.entry("madgrad", plan.preset)
+    return plan.first_lrs(entry)
+
+
+def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record]]:
+    """The runs that differ from these settings in nothing but the learning rate and the decay."""
+    return {
+        (record.settings.lr, record.settings.decay): [record]
+        for record in done.values()
+        if replace(record.settings, lr=like.lr, decay=like.decay) == like
+    }
+
+
+def _lrs_beside(plan: Plan, setting: Setting, lrs: Sequence[float]) -> list[Setting]:
+    lr, decay = setting
+    return [(plan.grid.below(lr), decay), (plan.grid.above(lr), decay)] if len(lrs) > 1 else []
+
+
+def _decays_beside(plan: Plan, setting: Setting, decays: Sequence[float]) -> Iterator[Setting]:
+    lr, decay = setting
+    if len(decays) > 1:
+        place = decays.index(decay)
+        if decay > 0:
+            yield lr, decays[place - 1] if place else plan.grid.below(decay)
+        yield lr, decays[place + 1] if decay < decays[-1] else plan.grid.above(decay)
+
+
+def wanted(
+    options: argparse.Namespace, done: dict[str, Record]
+) -> Iterator[tuple[Trial, Settings]]:
+    """What can be run now: the next runs of each search, and the seeds of what has been chosen."""
+    chosen = options.problems.split(",") if options.problems else None
+    for trial in TRIALS[options.preset]:
+        if chosen is not None and trial.problem not in chosen:
+            continue
+        plan = plan_of(trial, options)
+        for method in SEARCHED:
+            entry = methods.entry(method, plan.preset)
+            missing, best = search(plan, entry, done)
+            yield from ((trial, one) for one in missing)
+            if best is None:
+                continue
+            entries = [entry]
+            if method == "madgrad":
+                entries.append(methods.entry(COMPACT, plan.preset))
+            for one in entries:
+                for seed in range(1, trial.seeds + 1):
+                    yield trial, plan.settings(one, best, seed, hold_out=False)
+
+
+_known = functools.cache(known)  # asked after each run
+
+
+def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
+    """What is still to do; runs that are known are copied into `runs`."""
+    elsewhere = _known(options.known, ("auto",))  # which has runs of older estimates
+    while True:
+        done, todo, copied = runs.load()[0], [], False
+        for trial, one in wanted(options, done):
+            if one.key in done:
+                continue
+            if one.key in elsewhere:
+                runs.append(elsewhere[one.key])
+                copied = True
+            else:
+                todo.append(Wanted(trial.problem, one, trial.seconds))
+        if not copied:  # else searches may have got further
+            return shared_device.jobs(todo, options.data, runs)
+
+
+def table(records: Iterable[Record]) -> str:
+    blocks = [
+        f"{experiment.name}\n\n{report.markdown(report.table(experiment))}"
+        for experiment in experiments(records)
+    ]
+    return "\n\n".join(blocks)
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    return shared_device.parser(description, tuple(TRIALS), "runs/evidence").parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options = parse(words)
+    shared_device.run_and_print(options, jobs, table, Folders(options.out))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except StudyError as error:
+        sys.exit(str(error))

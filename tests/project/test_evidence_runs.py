@@ -1,0 +1,129 @@
+"""The runs of the evidence: where a search goes, what is run next, and that it resumes."""
+
+import importlib
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cubegrad.study import methods
+from cubegrad.study.records import Record, Runs
+
+ROOT = Path(__file__).parents[2]
+ABOUT = {"metric": "accuracy", "higher_is_better": True, "unit": "%"}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.chdir(ROOT)
+    return importlib.import_module("evidence_runs")
+
+
+@pytest.fixture
+def plan(runs):
+    """imagenet has an inner decay; its metric is an accuracy."""
+    options = runs.parse(["--preset", "gpu"])
+    return runs.plan_of(runs.Trial("imagenet", 1), options)
+
+
+def record(settings, accuracy):
+    curve = {"train_loss": [1.0], "accuracy": [accuracy]}
+    status = "diverged" if accuracy is None else "finished"
+    return Record(settings, status, curve, 1.0, ABOUT)
+
+
+def hill(lr, decay, lr_at=0.25, decay_at=0.005):
+    """Its top is beyond both edges of SGD's first grid, on a slope across the axes."""
+    x, y = math.log10(lr / lr_at), math.log10(decay / decay_at)
+    return 60 - 5 * (x**2 + y**2 + x * y)
+
+
+def climb(runs, plan, method, accuracy):
+    """The setting that the search ends with, and everything that it has run."""
+    entry, done = methods.entry(method, plan.preset), {}
+    for _ in range(30):
+        missing, best = runs.search(plan, entry, done)
+        if not missing:
+            return best, {(one.settings.lr, one.settings.decay) for one in done.values()}
+        assert best is None
+        done |= {one.key: record(one, accuracy(one.lr, one.decay)) for one in missing}
+    raise AssertionError("the search does not end")
+
+
+def test_a_search_ends_where_all_neighbours_are_worse(runs, plan):
+    best, tried = climb(runs, plan, "sgd", hill)
+    assert best == (0.25, 0.005)
+    assert {(0.1, 0.005), (0.5, 0.005), (0.25, 0.0025), (0.25, 0.01)} <= tried
+    assert len(tried) < 15  # a grid that reaches as far has 5 x 6 settings
+
+
+def test_a_search_leaves_rates_that_diverge(runs, plan):
+    best, _ = climb(runs, plan, "sgd", lambda lr, decay: None if lr > 0.003 else hill(lr, decay))
+    assert best[0] == 0.0025
+
+
+def test_a_search_without_decay_stays_at_0_if_that_is_better(runs, plan):
+    plan = replace(plan, decays=(0.0, 1e-4))
+    best, tried = climb(runs, plan, "sgd", lambda lr, decay: hill(lr, 1e-3) - 1e3 * decay)
+    assert best[1] == 0
+    assert {decay for _, decay in tried} == {0.0, 1e-4}
+    one = replace(plan, decays=(0.0,))
+    assert {decay for _, decay in climb(runs, one, "sgd", lambda lr, _: hill(lr, 1e-3))[1]} == {0.0}
+
+
+def test_an_estimated_rate_is_not_searched(runs, plan):
+    best, tried = climb(runs, plan, "madgrad-auto", lambda _, decay: hill(0.25, decay))
+    assert {lr for lr, _ in tried} == {1.0}
+    assert best[1] == 0.005
+
+
+def test_adamw_begins_with_decay_and_mirror_madgrad_with_the_rates_of_madgrad(runs):
+    options = runs.parse(["--preset", "gpu", "--problems", "bookwiki", "--known", "/nowhere"])
+    first = {}
+    for _, one in runs.wanted(options, {}):
+        first.setdefault(one.method, set()).add((one.lr, one.decay))
+    assert {decay for _, decay in first["adamw"]} == {0.01}
+    assert first["mirror-madgrad"] == first["madgrad"]
+    assert len(first["madgrad"]) == 3
+
+
+def test_the_seeds_wait_for_the_search_and_codes_take_the_choice(runs):
+    options = runs.parse(["--preset", "gpu", "--problems", "imagenet", "--known", "/nowhere"])
+    done = {}
+    for _ in range(30):
+        todo = [one for _, one in runs.wanted(options, done) if one.key not in done]
+        search = [one for one in todo if one.seed == 0]
+        if not search:
+            break
+        chosen = {one.method for one in todo if one.seed}
+        assert not chosen & {one.method for one in search}
+        done |= {one.key: record(one, hill(one.lr, one.decay, 1e-3, 5e-4)) for one in search}
+    compact = [one for one in todo if one.method == "madgrad-compact"]
+    assert [(one.lr, one.decay, one.seed) for one in compact] == [
+        (1e-3, 5e-4, seed) for seed in (1, 2, 3)
+    ]
+    assert {one.seed for one in todo} == {1, 2, 3}
+
+
+@pytest.mark.processes
+def test_it_runs_a_problem_and_resumes(runs, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(runs, "SEARCHED", ("madgrad",))
+    monkeypatch.setitem(runs.TRIALS, "cpu", (runs.Trial("digits", 5, seeds=1),))
+    command = ["--epochs", "1", "--out", str(tmp_path), "--known", str(tmp_path / "none")]
+    runs.main(command)
+    found = Runs(tmp_path / "digits").load()[0]
+    assert {one.settings.method for one in found.values()} == {"madgrad", "madgrad-compact"}
+    assert "MADGRAD, compact" in capsys.readouterr().out
+    runs.main(command)
+    captured = capsys.readouterr()
+    assert "start" not in captured.err
+    assert Runs(tmp_path / "digits").load()[0].keys() == found.keys()
+    other = tmp_path / "other"  # which takes over what is known and leads to the choice
+    runs.main([*command[:2], "--out", str(other), "--known", str(tmp_path)])
+    assert "start" not in capsys.readouterr().err
+    taken = Runs(other / "digits").load()[0]
+    assert taken.keys() <= found.keys()
+    assert {key for key, one in found.items() if one.settings.seed} <= taken.keys()
