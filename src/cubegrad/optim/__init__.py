@@ -25,9 +25,9 @@ class MADGRAD(BaseOptimizer):
 
     Args:
         params: tensors, named tensors or groups, as any torch optimizer takes them.
-        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor; or "auto", an
-            experiment: it is estimated, and the groups' `lr`, 1 unless given, is a factor on it
-            that a scheduler may change. `estimated_lr()` returns the estimate.
+        lr: γ. Not comparable to SGD's or Adam's: sweep it. A float or a tensor; or
+            "auto": it is estimated, and the groups' `lr`, 1 unless given, is a factor on it that
+            a scheduler may change. `estimated_lr()` returns the estimate.
         momentum: 1 - c, in [0, 1). A plain 0 keeps no x_0: 8 instead of 12 bytes of state per
             float32 parameter (half precision keeps it). A float or a tensor.
         weight_decay: the paper's L2 term, or decoupled decay. MADGRAD needs less than others.
