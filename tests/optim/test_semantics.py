@@ -240,3 +240,20 @@ def test_lr_and_momentum_may_be_tensors():
         advance(cubegrad.MADGRAD([param], lr=lr, momentum=momentum), [param], range(5))
         runs.append(param)
     torch.testing.assert_close(*runs, rtol=1e-6, atol=0)
+
+
+def test_after_a_drop_of_the_rate_the_weights_move_to_the_noise_of_z_first():
+    """As docs/coming_from.md says; the mean over 20,000 coordinates has an error of 1 %."""
+    param = torch.nn.Parameter(torch.ones(20_000))
+    optimizer = cubegrad.MADGRAD([param], lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for step in range(2400):
+        if step == 2000:
+            optimizer.param_groups[0]["lr"] /= 10
+        noise = torch.randn(param.shape, generator=generator)
+        param.grad = param.detach() + 3 * noise
+        optimizer.step()
+        errors.append(param.detach().square().mean().item())
+    assert errors[2020] > 1.07 * errors[1999]
+    assert errors[2399] < 0.5 * errors[1999]
