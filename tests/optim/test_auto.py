@@ -273,6 +273,17 @@ def test_a_run_that_diverges_estimates_infinity_and_does_not_raise() -> None:
     assert not run.weights().isfinite().all()
 
 
+def test_a_factor_below_0_leaves_the_estimate_alone() -> None:
+    """A schedule may run for longer than it was made for; ν is negative then."""
+    param = ones(64, 64)
+    optimizer = MADGRAD([param], lr="auto", compact=True)
+    optimizer.param_groups[0]["lr"] = -0.01
+    for _ in range(3):
+        param.grad = torch.ones(64, 64)
+        optimizer.step()
+    assert 0 < optimizer.estimated_lr() < math.inf
+
+
 def test_parameters_on_several_devices_are_refused() -> None:
     params = [ones(3), nn.Parameter(torch.ones(3, device="meta"))]
     for param in params:

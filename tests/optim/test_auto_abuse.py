@@ -58,8 +58,9 @@ def test_a_large_loss_trains(backend):
 @cases.each_fast_backend
 def test_it_warns_of_a_loss_too_small_to_train(backend):
     params, optimizer = quadratic(backend)
-    with pytest.warns(UserWarning, match="far below eps=1e-06.*scale the loss up"):
-        train(params, optimizer, 1, scale=1e-30)
+    with pytest.warns(UserWarning, match="far below eps=1e-06.*scale the loss up") as caught:
+        train(params, optimizer, 3, scale=1e-30)
+    assert len(caught) == 1
     # A rate that fits these gradients would be far too large for the next ones.
     train(params, optimizer, 300)
     assert distance(params) < 0.5

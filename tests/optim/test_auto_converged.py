@@ -90,6 +90,16 @@ def test_it_stays_for_12000_steps(dtype: torch.dtype) -> None:
     assert max(losses[-1000:]) < 1e-11  # 2e-13 in float32
 
 
+@pytest.mark.parametrize("decay", [1e-3, 1e-2])
+def test_it_stays_with_decoupled_decay(decay: float) -> None:
+    """With coupled decay it may jump: the estimate sums the gradients of the loss, which remain."""
+    param, optimizer = start((-1.0, 10.0, 1.0), torch.float32)
+    group = optimizer.param_groups[0]
+    group["weight_decay"], group["decoupled_weight_decay"] = decay, True
+    losses = descend(param, optimizer, parabola, 4000)
+    assert max(losses[2000:]) < 1e-6 * losses[0]  # 5e-8 at most
+
+
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_it_stays_with_a_state_of_codes(noise: float) -> None:
     """Their rounding is not taken for gradients, nor does it hide them."""

@@ -80,7 +80,8 @@ def parameters_with_several_placements_are_counted_once_each():
 
 @on(2, 3)
 def fsdp_estimates_and_resumes():
-    folder = Path(os.environ["FOLDER"]) / f"auto-{dist.get_world_size()}"
+    """3 processes also resume the run of 2."""
+    folder, world = Path(os.environ["FOLDER"]), dist.get_world_size()
     reference = net()
     single = MADGRAD(reference.parameters(), lr="auto")
     train(reference, single, steps=range(8))
@@ -89,19 +90,28 @@ def fsdp_estimates_and_resumes():
     train(model, optimizer, steps=range(5))
     assert same_everywhere(optimizer)
     saved_model, saved_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": saved_model, "optimizer": saved_optimizer}, checkpoint_id=folder)
+    saved = {"model": saved_model, "optimizer": saved_optimizer}
+    dcp.save(saved, checkpoint_id=folder / f"auto-{world}")
+    train(model, optimizer, steps=range(5, 8))
+    for saved_by in range(2, world + 1):
+        again, resumed = _loaded(folder / f"auto-{saved_by}")
+        train(again, resumed, steps=range(5, 8))
+        same = saved_by == world
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            assert_close(whole(p), whole(q), exactly=same)
+        difference = resumed.estimated_lr() / optimizer.estimated_lr() - 1
+        assert abs(difference) <= (0 if same else 1e-5)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(whole(p), q.detach(), exactly=False)
+    assert optimizer.estimated_lr() == pytest.approx(single.estimated_lr(), rel=1e-5)
 
-    again = sharded(net(seed=5))
-    resumed = MADGRAD(again.parameters(), lr="auto")
-    into = dict(zip(("model", "optimizer"), get_state_dict(again, resumed), strict=True))
+
+def _loaded(folder):
+    model = sharded(net(seed=5))
+    optimizer = MADGRAD(model.parameters(), lr="auto")
+    into = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(into, checkpoint_id=folder)
     set_state_dict(
-        again, resumed, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+        model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
     )
-    for each, its in ((model, optimizer), (again, resumed)):
-        train(each, its, steps=range(5, 8))
-    for p, q, r in zip(model.parameters(), again.parameters(), reference.parameters(), strict=True):
-        assert_close(whole(p), whole(q), exactly=True)
-        assert_close(whole(p), r.detach(), exactly=False)
-    assert resumed.estimated_lr() == optimizer.estimated_lr()
-    assert optimizer.estimated_lr() == pytest.approx(single.estimated_lr(), rel=1e-5)
+    return model, optimizer

@@ -212,7 +212,7 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
     rows, step_sums = estimate.values.tolist(), estimate.sums.tolist()
     try:
         new = distance.advance(NumberFunctions, rows, step_sums, factors, counts, hypers)
-    except (OverflowError, ZeroDivisionError):  # where tensors give inf
+    except (OverflowError, ZeroDivisionError, ValueError):  # where tensors give inf or nan
         new = [list(map(float, row)) for row in estimate.advanced(factors, counts, hypers)]
     estimate.values.copy_(torch.tensor(new, dtype=torch.float64))
 

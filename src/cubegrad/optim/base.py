@@ -52,6 +52,7 @@ class BaseOptimizer(Optimizer):
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
     _steps_waited = 0  # by lr="auto", for a gradient to begin with
+    _has_warned_of_size = False  # of gradients too small for lr="auto" to begin with
     _shared: Shared | None = None  # the processes that make one estimate
     _last_params: list[Tensor] | None = None  # of the last step of lr="auto"
     _factor_watch: FactorWatch | None = None  # of lr="auto", until the factors are known to be sane

@@ -132,7 +132,7 @@ def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None
             if group["auto_lr"]:
                 auto.hold(group, first_estimate.empty())
         optimizer._estimate = optimizer._last_params = optimizer._factor_watch = None
-        optimizer._steps_waited = 0
+        optimizer._steps_waited, optimizer._has_warned_of_size = 0, False
 
 
 def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:

@@ -62,7 +62,7 @@ def rows(
         return torch.stack([row if _has_begun(row) else joining for row in held])
     hypers = [hyper(optimizer, group, 0.0) for group in groups]
     shared, steps = optimizer._shared, _steps_counted(optimizer)
-    first = begin(groups, hypers, device, shared)
+    first = begin(optimizer, hypers, device)
     if shared is not None:
         first, steps = shared.agreed(first, steps, device)
     if first is None:
@@ -87,10 +87,11 @@ def _steps_counted(optimizer: "BaseOptimizer") -> float:
 
 
 def begin(
-    groups: Sequence[Group], hypers: Sequence[Hyper], device: torch.device, shared: Shared | None
+    optimizer: "BaseOptimizer", hypers: Sequence[Hyper], device: torch.device
 ) -> tuple[float, float] | None:
-    """D_0 and γ_0, or None if the gradients are all 0 or not finite."""
-    totals = _totals(groups, hypers, device, shared)
+    """D_0 and γ_0, or None if the gradients are all 0, too small or not finite."""
+    groups = optimizer.param_groups
+    totals = _totals(groups, hypers, device, optimizer._shared)
     if not math.isfinite(totals.scale):
         if hypers[0].found_inf is None:  # else a GradScaler takes care of it
             warn(
@@ -106,7 +107,9 @@ def begin(
     lr = distance.learning_rate(start, mean_scale)
     obstacle = _too_small(groups, hypers, start, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
-        warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
+        if not optimizer._has_warned_of_size:  # Python repeats a warning if its numbers differ
+            optimizer._has_warned_of_size = True
+            warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
         return None
     obstacle = _too_large(groups, totals, lr)
     if obstacle:
