@@ -267,6 +267,6 @@ def step(
         )
         if with_sums:
             away = old.away(xp, param)
-            sums = distance.step_sums_from_root(xp, h, step, grad, away, root, new_away)
+            sums = distance.step_sums_from_root(xp, h, step, param, grad, away, root, new_away)
         codes = codes._replace(initial_scale=rule.shrunk(h, codes.initial_scale))
     return new_param, encode(xp, offset, root, codes, bits, h.momentum), sums

@@ -6,9 +6,9 @@ gradient the learning rate (`learning_rate`). Steps whose gradients have all but
 count (`counted`). docs/algorithm.md derives all of it.
 
 `xp` brings the functions that array libraries spell differently, as in rule.py, and more:
-`xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite;
-and of numbers, `xp.larger(a, b)` is the larger one (a if b is NaN), `xp.sqrt(a)` the root, and
-`xp.where(c, a, b)` is a if c, else b.
+`xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite,
+`xp.smaller(v, w)` has the smaller of each two elements; and of numbers, `xp.larger(a, b)` is the
+larger one (a if b is NaN), `xp.sqrt(a)` the root, and `xp.where(c, a, b)` is a if c, else b.
 """
 
 import operator
@@ -39,17 +39,14 @@ def step_sums(
 ) -> tuple[Scalar, Scalar, Scalar]:
     """What a step of MADGRAD adds to the estimate; the sums are s and ν before and after it.
 
-    The first sum takes the gradient of the loss alone: coupled decay pulls towards 0 for ever, as
-    if the solution were there. A coordinate whose ν is no longer finite is left out, or it would
-    stop the estimate.
+    A coordinate whose ν is no longer finite is left out, or it would stop the estimate.
     """
-    weighted = rule.loss_gradient(h, grad) * rule.step_weight(h.lr, step)
     if initial_param is None:
         away = rule.displacement(xp, h.eps, *old_sums)  # x_0 - x_k, where x is z
     else:
         away = initial_param - param
     root = xp.cbrt(new_sums[1])
-    agreement = xp.where_finite(root, weighted * away)
+    agreement = xp.where_finite(root, _agreements(xp, h, step, param, grad, away))
     return (xp.total(agreement), *_root_sums(xp, h, new_sums[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
 
 
@@ -57,6 +54,7 @@ def step_sums_from_root(
     xp: Namespace,
     h: Hyper,
     step: Scalar,
+    param: Array,
     grad: Array,
     away: Array,
     root: Array,
@@ -66,10 +64,25 @@ def step_sums_from_root(
 
     `away` is x_0 - x before the step; `root` is ∛ν and `new_away` x_0 - z after it.
     """
-    weighted = rule.loss_gradient(h, grad) * rule.step_weight(h.lr, step)
-    terms = weighted * away, (root + h.eps) * new_away * new_away, root
+    agreements = _agreements(xp, h, step, param, grad, away)
+    terms = agreements, (root + h.eps) * new_away * new_away, root
     agreement, product, root_sum = (xp.total(xp.where_finite(root, term)) for term in terms)
     return agreement, product, root_sum  # λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩, Σ_i ∛ν_i
+
+
+def _agreements(
+    xp: Namespace, h: Hyper, step: Scalar, param: Array, grad: Array, away: Array
+) -> Array:
+    """λ_k g_k (x_0 - x_k) of each coordinate; `away` is x_0 - x_k.
+
+    Coupled decay pulls towards 0 for ever, as if the solution were there. So it counts only where
+    it makes the product smaller; if it never counted, D could exceed the distance.
+    """
+    weight = rule.step_weight(h.lr, step)
+    agreements = rule.loss_gradient(h, grad) * weight * away
+    if not rule.has_coupled_decay(h):
+        return agreements
+    return xp.smaller(agreements, rule.effective_gradient(h, param, grad) * weight * away)
 
 
 def idle_sums(

@@ -32,6 +32,7 @@ class TorchFunctions:
     def where_finite(x: Tensor, value: Tensor) -> Tensor:
         return torch.where(torch.isfinite(x), value, 0.0)
 
+    smaller = staticmethod(torch.minimum)
     where = staticmethod(torch.where)
     sqrt = staticmethod(torch.sqrt)
     isfinite = staticmethod(torch.isfinite)

@@ -31,12 +31,16 @@ def loss_gradient(h: Hyper, grad: Array) -> Array:
     return -grad if h.maximize else grad
 
 
+def has_coupled_decay(h: Hyper) -> bool:
+    return (
+        not isinstance(h.weight_decay, float | int) or h.weight_decay != 0
+    )  # an array may not be 0
+
+
 def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     """The gradient of what is minimised: -f under maximize, f + wd/2 ‖x‖² under coupled decay."""
     grad = loss_gradient(h, grad)
-    if not isinstance(h.weight_decay, float | int) or h.weight_decay:  # an array may not be 0
-        grad = grad + param * h.weight_decay
-    return grad
+    return grad + param * h.weight_decay if has_coupled_decay(h) else grad
 
 
 def displacement(xp: Namespace, eps: float, grad_sum: Array, grad_sq_sum: Array) -> Array:

@@ -65,6 +65,7 @@ class Float64Functions:
     """The rule's functions in float64."""
 
     cbrt, quotient, total = np.cbrt, staticmethod(oracle.quotient), np.sum
+    smaller = np.minimum
 
     @staticmethod
     def where_finite(x, v):

@@ -143,9 +143,10 @@ def test_gradients_that_are_not_aligned():
 
 
 @pytest.mark.compilation
-def test_the_sums_of_an_estimated_learning_rate():
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_sums_of_an_estimated_learning_rate(decoupled):
     shapes = SHAPES[:3]
-    options = {"lr": "auto", "weight_decay": 0.1, "decoupled_weight_decay": True}
+    options = {"lr": "auto", "weight_decay": 0.1, "decoupled_weight_decay": decoupled}
     params, twins = params_of(shapes, torch.float32), params_of(shapes, torch.float32)
     eager = built(cases.MADGRAD, EAGER, params, options)
     fused = built(cases.MADGRAD, FUSED, twins, options)

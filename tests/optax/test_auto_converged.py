@@ -53,6 +53,16 @@ def test_a_converged_run_does_not_jump(loss, start, wide, factor):
         assert state.estimate.uncounted > 0.9
 
 
+@pytest.mark.parametrize("decay", [1e-3, 1e-2, 1e-1])
+def test_a_converged_run_does_not_jump_with_coupled_decay(decay):
+    """The gradients of the loss remain then, and decay must outweigh them in the estimate."""
+    x, tx = jnp.array([-1.0, 10.0, 1.0]), madgrad("auto", weight_decay=decay)
+    (_, state), losses = descend(tx, parabola, x, tx.init(x), 4000)
+    minimum = 3 * (decay / (2 + decay)) ** 2  # the loss where loss and decay balance
+    assert losses[2000:].max() < 1.1 * minimum + 1e-7 * losses[0]
+    assert state.estimate.distance < 11  # that of the furthest coordinate
+
+
 @pytest.mark.parametrize(
     ("loss", "start", "solution"),
     [

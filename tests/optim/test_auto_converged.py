@@ -92,12 +92,23 @@ def test_it_stays_for_12000_steps(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("decay", [1e-3, 1e-2])
 def test_it_stays_with_decoupled_decay(decay: float) -> None:
-    """With coupled decay it may jump: the estimate sums the gradients of the loss, which remain."""
     param, optimizer = start((-1.0, 10.0, 1.0), torch.float32)
     group = optimizer.param_groups[0]
     group["weight_decay"], group["decoupled_weight_decay"] = decay, True
     losses = descend(param, optimizer, parabola, 4000)
     assert max(losses[2000:]) < 1e-6 * losses[0]  # 5e-8 at most
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("decay", [1e-3, 1e-2, 1e-1])
+def test_it_stays_with_coupled_decay(decay: float, momentum: float) -> None:
+    """The gradients of the loss remain then, and decay must outweigh them in the estimate."""
+    param = nn.Parameter(torch.tensor([-1.0, 10.0, 1.0]))
+    optimizer = MADGRAD([param], lr="auto", weight_decay=decay, momentum=momentum)
+    losses = descend(param, optimizer, parabola, 4000)
+    minimum = 3 * (decay / (2 + decay)) ** 2  # the loss where loss and decay balance
+    assert max(losses[2000:]) < 1.1 * minimum + 1e-7 * losses[0]
+    assert optimizer.param_groups[0]["estimate"][0] < 11  # the distance of the furthest coordinate
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])

@@ -129,7 +129,9 @@ class Estimate:
         self.agreement *= replace(o, lr=factor * lr, first_lr=lr).shrink()
         for run, g in zip(self.runs, grads, strict=True):
             loss = -g if o.maximize else g
-            self.agreement += weight * float((loss * (run.x0 - run.x)).sum())
+            away = run.x0 - run.x
+            decay = np.minimum(o.coupled_decay() * run.x * away, 0)
+            self.agreement += weight * float((loss * away + decay).sum())
         old_roots = self.mean([np.cbrt(run.nu) for run in self.runs])
         for run, g in zip(self.runs, grads, strict=True):
             run.step(g, replace(o, lr=factor * lr, first_lr=lr))

@@ -81,6 +81,9 @@ class ListFunctions:
         pairs = zip(x.tensors, value.tensors, strict=True)
         return TensorList([torch.where(torch.isfinite(a), b, 0.0) for a, b in pairs])
 
+    def smaller(self, a: TensorList, b: TensorList) -> TensorList:
+        return TensorList(torch._foreach_minimum(a.tensors, b.tensors))
+
     def total(self, x: TensorList) -> Tensor:
         return torch.stack([tensor.sum(dtype=torch.float64) for tensor in x.tensors]).sum()
 

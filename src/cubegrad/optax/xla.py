@@ -164,7 +164,9 @@ def _finite_totals_jvp(primals: Sums, tangents: Sums) -> tuple[Sums, Sums]:
 CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
 # ALL_TERMS returns them for `finite_totals`.
-TOTALS = SimpleNamespace(cbrt=cbrt, quotient=quotient, where_finite=where_finite, total=total)
+TOTALS = SimpleNamespace(
+    cbrt=cbrt, quotient=quotient, smaller=jnp.minimum, where_finite=where_finite, total=total
+)
 TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
 ALL_TERMS = SimpleNamespace(**vars(TERMS) | {"where_finite": lambda _, terms: terms})
 # What codec.py takes as xp.

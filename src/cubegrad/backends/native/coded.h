@@ -119,7 +119,7 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
         if (lanes) {
             float since = r[i] == 0 ? m[i] : x0[i] - p, u = away + move;
             float s = (root[i] + h.eps) * u;
-            NAME(add)(asking, lanes, i, LOSS(grad[i]) * h.weight, since, s, u, root[i]);
+            NAME(add)(asking, lanes, i, COUNTED(grad[i], p, since) * h.weight, since, s, u, root[i]);
         }
         param[i] = y; /* of float32, z for now: x is what the code of m leaves of it */
         m[i] = kind == SINGLE ? ahead * (h.c - 1) : x - y - ahead;

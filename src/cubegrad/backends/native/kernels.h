@@ -60,6 +60,8 @@ TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *
 #define LOSS(g) (plain ? (g) : (g) * h.sign)
 #define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (h.decay != 0 ? (p) * h.decay : 0))
 #define SHRUNK(x) (plain ? (x) : (x) * h.shrink)
+/* In λ_k ⟨g_k, x_0 - x_k⟩ decay counts only where it makes the product smaller. */
+#define COUNTED(g, p, away) (!plain && (p) * (away) < 0 ? EFFECTIVE(g, p) : LOSS(g))
 
 /* ν_{k+1} and its roots. They are a loop of their own, since what follows waits for them: the processor
    overlaps more elements of two short loops than of a long one, which saved 9 % of ResNet-50's step.
@@ -93,9 +95,11 @@ TARGET INLINE void NAME(madgrad)(int plain, int asking, struct NAME(constants) h
         REAL s = SHRUNK(grad_sum[i]) + g * h.weight; /* s_{k+1} = s_k + λ_k g_k */
         REAL u = NAME(displacement)(s, root[i], h.eps);
         REAL z = x0 - u; /* z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε) */
-        if (lanes)
-            NAME(add)(asking, lanes, i, LOSS(grad[i]) * h.weight, initial_param[i] - param[i], s, u,
+        if (lanes) {
+            REAL away = initial_param[i] - param[i];
+            NAME(add)(asking, lanes, i, COUNTED(grad[i], param[i], away) * h.weight, away, s, u,
                       root[i]);
+        }
         grad_sum[i] = s;
         param[i] = x - (x - z) * h.c; /* x_{k+1} = (1-c) x_k + c z_{k+1} */
     }
@@ -118,7 +122,7 @@ TARGET INLINE void NAME(without_momentum)(int plain, struct NAME(constants) h, i
         REAL u = NAME(displacement)(s, root, h.eps);
         REAL move = u - SHRUNK(old);
         if (lanes) /* old is x_0 - x_k */
-            NAME(add)(1, lanes, i, LOSS(grad[i]) * h.weight, old, s, u, root);
+            NAME(add)(1, lanes, i, COUNTED(grad[i], param[i], old) * h.weight, old, s, u, root);
         grad_sum[i] = s;
         grad_sq_sum[i] = v;
         param[i] = x - move; /* x_{k+1} = z_{k+1} */
@@ -169,6 +173,7 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
 #undef LOSS
 #undef EFFECTIVE
 #undef SHRUNK
+#undef COUNTED
 #undef PASTE
 #undef EXPAND
 #undef NAME

@@ -136,6 +136,8 @@ def _update(
         start = m * m_scale if HAS_OFFSET else 0.0
         start = tl.where(r_code == 0, start, x0 * x0_scale - p)  # x_0 - x_k
         new_away = away + move
+        if not PLAIN:  # decay counts only where it makes the product smaller
+            loss_g = tl.where(p * start < 0, g, loss_g)
         agreement = _add(agreement, loss_g * weight * start, finite)  # λ_k g_k (x_0 - x_k)
         product = _add(product, (new_root + eps) * new_away * new_away, finite)
         roots = _add(roots, new_root, finite)

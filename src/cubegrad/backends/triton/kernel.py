@@ -109,7 +109,9 @@ def _update_madgrad(
     if SUMS:
         # A coordinate whose ν is no longer finite is left out.
         finite = root < float("inf") if WHOLE else mask & (root < float("inf"))
-        agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
+        # Decay counts only where it makes the product smaller.
+        counted = tl.where(p * away < 0, g, loss_g)
+        agreement += _pieces(counted * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
         product += _pieces(s * u, finite, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
         roots += _pieces(root, finite, BLOCK)  # ∛ν_{k+1}
     if CENTRED:
