@@ -28,6 +28,7 @@ TITLES = {
     "digits": "digits, two convolutions",
 }
 TEXT = ("iwslt14", "bookwiki", "finetune")
+OLDER_ESTIMATE = "auto"  # the folder whose runs of lr="auto" have an older rule than today's
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,12 @@ def load(results: Path) -> dict[str, list[Record]]:
         runs, broken = Runs(path.parent).load()
         if broken:
             raise SystemExit(broken[0])
-        folders[path.parent.name] = list(runs.values()) + list(Runs(path.parent).cut().values())
+        name = path.parent.name
+        folders[name] = [
+            record
+            for record in (*runs.values(), *Runs(path.parent).cut().values())
+            if name != OLDER_ESTIMATE or not estimates(record.settings.method)
+        ]
     return folders
 
 

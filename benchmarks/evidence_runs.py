@@ -4,11 +4,12 @@
     ... --problems imagenet,digits --workers 14 --minutes 25
     ... --table
 
-The learning rate and the decay of each method are searched with seed 0. A search begins in the
-middle of the preset's learning rates, without decay if the preset has 0 among its decays, else
-(and for AdamW) with the middle one. It goes on to the neighbours of the best setting until all of
-them are worse, so no best value is at an edge. The best setting then runs with further seeds.
-MADGRAD with a state in codes takes the setting of MADGRAD.
+The learning rate of each method is searched with seed 0, and its decay where the preset has more
+than one. A search begins in the middle of the preset's learning rates, without decay if the preset
+has 0 among its decays, else (and for AdamW) with the middle one. It goes on to the neighbours of
+the best setting until none is better, so no best value is at an edge, unless that is six values
+(`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
+state in codes takes the setting of MADGRAD.
 
 Each problem has a folder in --out. Runs that are there or in --known are not repeated. With
 --minutes no run is started that would probably not end in time; the same command goes on from
@@ -102,7 +103,7 @@ def plan_of(trial: Trial, options: argparse.Namespace) -> Plan:
 def search(
     plan: Plan, entry: Entry, done: dict[str, Record]
 ) -> tuple[list[Settings], Setting | None]:
-    """What is to be run next, or the chosen setting when nothing is."""
+    """What to run next; if nothing, the best setting, which is None if all runs diverged."""
     lrs, decays = _range(plan, entry), sorted(plan.first_decays(entry))
     without = 0 in decays and entry.method != "adamw"  # which is Adam then
     start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
@@ -110,11 +111,12 @@ def search(
     wanted = {start, *_lrs_beside(plan, start, lrs)}
     if wanted <= tried.keys():
         best = statistics.best(tried, plan.judge)
-        if best is None:  # all of them diverged
-            wanted = {(plan.grid.below(min(lr for lr, _ in tried)), start[1])}
-        else:
+        if best is not None:
             every = sorted({*decays, *(decay for _, decay in tried)})
             wanted = {*_lrs_beside(plan, best, lrs), *_decays_beside(plan, best, every)}
+        elif len(lrs) > 1:  # all diverged
+            wanted = {(plan.grid.below(min(lr for lr, _ in tried)), start[1])}
+        wanted = {(lr, d) for lr, d in wanted if _near(plan, lr, lrs) and _near(plan, d, decays)}
         if wanted <= tried.keys():
             return [], best
     missing = sorted(wanted - tried.keys())
@@ -135,6 +137,14 @@ def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record
         for record in done.values()
         if replace(record.settings, lr=like.lr, decay=like.decay) == like
     }
+
+
+def _near(plan: Plan, value: float, first: Sequence[float]) -> bool:
+    """Whether a value is no further beyond the first ones than a search may go."""
+    low, high = min((one for one in first if one > 0), default=0.0), max(first)
+    for _ in range(plan.widen if high else 0):
+        low, high = plan.grid.below(low), plan.grid.above(high)
+    return value == 0 or low <= value <= high
 
 
 def _lrs_beside(plan: Plan, setting: Setting, lrs: Sequence[float]) -> list[Setting]:

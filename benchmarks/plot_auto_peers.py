@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cubegrad.study.records import Runs
 
 LIMIT = 10.0  # %; what is further behind is drawn there
-# Ours stand out; methods without a learning rate are filled, tuned ones are open.
+# Ours stand out; what needs no search is filled, tuned methods are open.
 MARKS = {
     "madgrad-auto": ("D", "#d55e00"),
     "madgrad-auto-compact": ("d", "#d55e00"),
@@ -59,7 +59,8 @@ def draw(found: list[Result]) -> Figure:
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("Filled: no learning rate to tune. Open: the best of a search.", fontsize=10)
+    title = "Filled: no learning rate, or the default. Open: the best of a search."
+    axes.set_title(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 

@@ -141,7 +141,9 @@ def _ranks(axes: Axes, listed: list[Place], means: dict[str, float]) -> None:
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="x", length=0)
     axes.set_title(
-        "Rank by the mean result\n(white: not all four were run; AdamW for Adam)", fontsize=12
+        "Rank by the mean result (white: not all four were run,\n"
+        "not in the mean; AdamW where Adam was not run)",
+        fontsize=12,
     )
 
 
@@ -177,9 +179,10 @@ def _costs(axes: Axes, found: list[Comparison], names: list[str]) -> None:
     axes.xaxis.minorticks_off()
     axes.grid(axis="x", color="#e8e8e8")
     axes.set_axisbelow(True)
+    opened = any(not cost.both for row in costs.values() for cost in row)
     axes.set_title(
         "What a rate one step (×2 to ×2.5) off the best loses,\n"
-        "on the worse side (open: one side was not run;\n"
-        "bar: median of the problems without open marks)",
+        "on the worse side, by one seed, where all four were run\n"
+        + ("(open: one side only; bar: median without these)" if opened else "(bar: median)"),
         fontsize=12,
     )

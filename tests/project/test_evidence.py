@@ -57,6 +57,19 @@ def test_the_page_has_the_tables_of_the_records(evidence, rows):
     assert evidence.fill(page, evidence.blocks(rows.load(RESULTS))) == page
 
 
+def test_runs_of_an_older_estimate_are_no_results_of_lr_auto(rows, tmp_path):
+    for name in ("auto", "peers"):
+        (tmp_path / name).mkdir()
+        records = [run("madgrad", 0.1, 1, 2.0), run("madgrad-auto", 1.0, 1, 2.1)]
+        lines = "".join(map(to_line, records))
+        (tmp_path / name / "records.jsonl").write_text(lines)
+    methods = {
+        name: [record.settings.method for record in records]
+        for name, records in rows.load(tmp_path).items()
+    }
+    assert methods == {"auto": ["madgrad"], "peers": ["madgrad", "madgrad-auto"]}
+
+
 def test_a_row_is_the_mean_of_the_seeds_that_the_search_did_not_use(rows):
     found, left_out = rows.comparisons({"bookwiki": own_folder()})
     assert left_out == []

@@ -79,6 +79,18 @@ def test_an_estimated_rate_is_not_searched(runs, plan):
     assert best[1] == 0.005
 
 
+def test_a_search_ends_if_every_rate_diverges(runs, plan):
+    best, tried = climb(runs, plan, "sgd", lambda *_: None)
+    assert best is None
+    assert min(lr for lr, _ in tried) == 2.5e-4  # six values below 0.025
+    assert climb(runs, plan, "madgrad-auto", lambda *_: None) == (None, {(1.0, 5e-4)})
+
+
+def test_a_search_ends_if_larger_values_are_always_better(runs, plan):
+    best, _ = climb(runs, plan, "sgd", lambda lr, decay: 50 + lr / 1e3 + decay)
+    assert best == (10.0, 0.25)  # six values above 0.1 and 0.0025
+
+
 def test_adamw_begins_with_decay_and_mirror_madgrad_with_the_rates_of_madgrad(runs):
     options = runs.parse(["--preset", "gpu", "--problems", "bookwiki", "--known", "/nowhere"])
     first = {}
