@@ -102,10 +102,7 @@ def wanted(
     options: argparse.Namespace, done: dict[str, Record]
 ) -> Iterator[tuple[Trial, Settings]]:
     """What can be run now: all of the search, and what the finished searches have chosen."""
-    chosen = options.problems.split(",") if options.problems else None
-    for trial in TRIALS[options.preset]:
-        if chosen is not None and trial.problem not in chosen:
-            continue
+    for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
 
         def of(method: str, lr: float, *seeds: int, trial: Trial = trial) -> list[Settings]:
             every = [settings(trial, method, lr, seed, options.preset) for seed in seeds]

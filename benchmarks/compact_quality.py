@@ -90,10 +90,7 @@ def settings(trial: Trial, method: str, seed: int, preset_name: str) -> Settings
 
 def wanted(options: argparse.Namespace) -> Iterator[tuple[Trial, Settings]]:
     """Every run of the chosen problems, both forms of a method with each seed."""
-    chosen = options.problems.split(",") if options.problems else None
-    for trial in TRIALS[options.preset]:
-        if chosen is not None and trial.problem not in chosen:
-            continue
+    for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
         for seed in range(1, (options.seeds or trial.seeds) + 1):
             for method in options.methods.split(","):
                 for form in (method, method + SUFFIX):

@@ -165,10 +165,7 @@ def wanted(
     options: argparse.Namespace, done: dict[str, Record]
 ) -> Iterator[tuple[Trial, Settings]]:
     """What can be run now: the next runs of each search, and the seeds of what has been chosen."""
-    chosen = options.problems.split(",") if options.problems else None
-    for trial in TRIALS[options.preset]:
-        if chosen is not None and trial.problem not in chosen:
-            continue
+    for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
         plan = plan_of(trial, options)
         for method in SEARCHED:
             entry = methods.entry(method, plan.preset)

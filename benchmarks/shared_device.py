@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,14 @@ FOLDERS = {  # which a problem's data is in; its runs wait for it
 SHARED = {"bookwiki": ("tokens", 60, ""), "finetune": ("pretraining", 120, "tokens")}
 
 
+class HasProblem(Protocol):
+    @property
+    def problem(self) -> str: ...
+
+
+Trial = TypeVar("Trial", bound=HasProblem)
+
+
 class Job(NamedTuple):
     """Something for a worker process to do."""
 
@@ -46,6 +54,15 @@ class Wanted(NamedTuple):
     problem: str  # as the catalogue has it
     settings: Settings
     seconds: float  # expected, beside others
+
+
+def chosen(trials: Sequence[Trial], problems: str | None) -> list[Trial]:
+    """Those of the problems that --problems names, or all."""
+    known = list(dict.fromkeys(trial.problem for trial in trials))
+    names = problems.split(",") if problems else known
+    if unknown := [name for name in names if name not in known]:
+        raise StudyError(f"--problems {','.join(unknown)}: use some of {','.join(known)}")
+    return [trial for trial in trials if trial.problem in names]
 
 
 def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:

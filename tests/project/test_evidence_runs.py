@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubegrad.study import methods
+from cubegrad.study import StudyError, methods
 from cubegrad.study.records import Record, Runs
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +139,9 @@ def test_it_runs_a_problem_and_resumes(runs, tmp_path, monkeypatch, capsys):
     taken = Runs(other / "digits").load()[0]
     assert taken.keys() <= found.keys()
     assert {key for key, one in found.items() if one.settings.seed} <= taken.keys()
+
+
+def test_an_unknown_problem_is_refused(runs):
+    options = runs.parse(["--preset", "gpu", "--problems", "imagnet,digits"])
+    with pytest.raises(StudyError, match="--problems imagnet: use some of imagenet,digits"):
+        list(runs.wanted(options, {}))

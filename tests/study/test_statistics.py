@@ -115,6 +115,10 @@ def test_edges_are_named_and_0_is_none() -> None:
     assert summarise(grid, ACCURACY).at_edge == ("lr",)
     higher = [record(1, 0, 50), record(1, 0, 60, decay=0.1)]
     assert summarise(higher, ACCURACY).at_edge == ("decay",)
+    elsewhere = [record(lr, 0, 50 - lr, decay=0.1) for lr in (1, 2, 3)]
+    assert summarise([record(2, 0, 60), *elsewhere], ACCURACY).at_edge == ()
+    beside = [record(1, 0, 55), record(2, 0, 60), *elsewhere]
+    assert summarise(beside, ACCURACY).at_edge == ("lr",), "3 was tried at another decay only"
 
 
 def test_a_diverged_seed_is_counted_and_left_out_of_the_mean() -> None:

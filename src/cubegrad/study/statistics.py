@@ -217,9 +217,10 @@ def _mean(values: Sequence[float | None]) -> Estimate:
 
 
 def _edges(groups: dict[Setting, list[Record]], chosen: Setting) -> tuple[str, ...]:
+    """On each axis, beside what was tried at the chosen value of the other one."""
     edges = []
     for axis, name in enumerate(("lr", "decay")):
-        values = {setting[axis] for setting in groups}
+        values = {setting[axis] for setting in groups if setting[1 - axis] == chosen[1 - axis]}
         low_end = chosen[axis] == min(values) and chosen[axis] > 0
         if len(values) > 1 and (low_end or chosen[axis] == max(values)):
             edges.append(name)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from cubegrad.study import catalogue, styles
+from cubegrad.study.comparison import Difference, difference, reported
 from cubegrad.study.experiments import Experiment
 from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate, Summary
@@ -56,8 +57,8 @@ def title(experiment: Experiment) -> str:
 def verdict(experiment: Experiment) -> str:
     """The result in one sentence.
 
-    Two methods are equal within the errors if their means differ by at most two standard errors of
-    the difference.
+    Two methods are equal within the errors if the 95 % interval of their difference, seed for seed,
+    contains 0.
     """
     metric, unit = experiment.judge.metric, experiment.unit
     results = [s for s in experiment.ranked if metric in s.final]
@@ -71,9 +72,9 @@ def verdict(experiment: Experiment) -> str:
         return f"{labels[first.entry]} reaches a test {metric} of {shown}."
     way = "highest" if experiment.judge.higher_is_better else "lowest"
     parts = [f"{labels[first.entry]} has the {way} test {metric}, {shown}"]
-    points = {labels[s.entry]: s.final[metric] for s in others}
-    equal = [name for name, point in points.items() if _equal(top, point) is True]
-    behind = [name for name, point in points.items() if _equal(top, point) is False]
+    leads = {labels[s.entry]: _lead(experiment, first, s) for s in others}
+    equal = [name for name, lead in leads.items() if lead.interval and lead.sign == 0]
+    behind = [name for name, lead in leads.items() if lead.sign > 0]
     if equal:
         parts.append(f"{_counted(equal)} {_is(equal)} equal within the errors")
     if behind:
@@ -92,11 +93,15 @@ def _inline(label: str) -> str:
     return f"{name} ({rest})" if comma else name
 
 
-def _equal(first: Estimate, second: Estimate) -> bool | None:
-    """None: unknown, as one of the two has no error."""
-    if first.error is None or second.error is None:
-        return None
-    return abs(first.mean - second.mean) <= math.hypot(first.error, second.error)
+def _lead(experiment: Experiment, first: Summary, other: Summary) -> Difference:
+    """What the first gains over the other, seed for seed."""
+    judge = experiment.judge
+
+    def results(summary: Summary) -> dict[int, float | None]:
+        runs = reported(experiment.records, summary)
+        return {seed: record.last(judge.metric) for seed, record in runs.items()}
+
+    return difference(results(first), results(other), judge)
 
 
 def _counted(names: Sequence[str]) -> str:
