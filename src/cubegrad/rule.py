@@ -32,9 +32,8 @@ def loss_gradient(h: Hyper, grad: Array) -> Array:
 
 
 def has_coupled_decay(h: Hyper) -> bool:
-    return (
-        not isinstance(h.weight_decay, float | int) or h.weight_decay != 0
-    )  # an array may not be 0
+    """True for an array, whatever its value: to ask for it would wait for the device."""
+    return not isinstance(h.weight_decay, float | int) or h.weight_decay != 0
 
 
 def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
