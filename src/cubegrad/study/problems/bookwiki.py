@@ -174,7 +174,8 @@ def task(
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
         return metrics(model, test_blocks(part), vocabulary)
 
-    graphed = device.type == "cuda" and batch <= options["at_once"]
+    own = hasattr(model, "predict")  # few models of users allow a graph
+    graphed = device.type == "cuda" and batch <= options["at_once"] and not own
     step = make_step(model, options["at_once"], options["clip"], graphed)
     return Task(
         model, batches, lambda model, update: mean_loss(model, *update), evaluate, updates, step
