@@ -142,17 +142,27 @@ def test_the_loss_is_that_of_transformers_in_bits(small, kind):
         torch.testing.assert_close(ours.grad, param.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", ["own", "own-lora"])
-def test_a_run_learns_and_repeats_itself_when_killed(small, kind, preset, tmp_path):
+@pytest.mark.training
+@pytest.mark.parametrize(
+    ("preset", "kind", "gain"),  # bits; measured with four seeds:
+    [
+        ("own", "GPT2", 0.5),  # 1.5 to 2.1
+        ("own", "Llama", 1.0),  # 3.5 to 3.6
+        ("own-lora", "GPT2", 0.1),  # 0.36 to 0.55
+        ("own-lora", "Llama", 0.3),  # 1.2 to 2.6
+    ],
+)
+def test_a_run_learns_and_repeats_itself_when_killed(small, preset, kind, gain, tmp_path):
     problem, data = small
-    write_causal_model(data / "model", kind)
+    # LoRA cannot change GPT-2's embedding, so its random one has to tell tokens apart.
+    wide = {"initializer_range": 0.2} if (preset, kind) == ("own-lora", "GPT2") else {}
+    write_causal_model(data / "model", kind, **wide)
     problem.check_data(setup_of(small, preset))
     settings = replace(settings_of(problem, method="adamw", lr=0.02), preset=preset)
     record = run(problem, settings, Place(data))
     assert record.status == "finished"
     losses = record.curve["loss"]
-    assert losses[-1] < losses[0] < math.log2(301) + 0.5
+    assert losses[-1] + gain < losses[0] < math.log2(301) + 0.5
     place = Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, tmp_path / "x.pt")
     assert resumed.curve == record.curve
@@ -200,7 +210,8 @@ def test_lora_trains_its_factors_alone_and_starts_as_the_model(small, kind, coun
     before = {name: value.clone() for name, value in low.model.state_dict().items()}
     factors = [param for param in low.model.parameters() if param.requires_grad]
     optimizer = methods.make("madgrad", factors, 0.01, 0)
-    for update in low.model.train() and low.batches(0):
+    low.model.train()
+    for update in low.batches(0):
         low.step(optimizer, update)
     changed = {
         n for n, value in low.model.state_dict().items() if not torch.equal(value, before[n])

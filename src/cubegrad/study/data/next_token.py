@@ -17,7 +17,7 @@ from cubegrad.study.data.plain_text import PARTS, Texts
 from cubegrad.study.data.tokens import LARGEST, Tokens
 from cubegrad.study.problem import Split
 
-# A tokenizer needs about 100 bytes of memory for each character it is given.
+# A tokenizer needs some 150 bytes of memory for each character it is given (tokenizers 0.23).
 PASSAGE = 100_000  # characters: a longer document is tokenized in passages that end with a line
 AT_ONCE = 100  # passages
 
