@@ -242,6 +242,12 @@ def test_a_model_without_linear_layers_is_refused():
         lora.add_low_rank(Tied(), 2, Generator())
 
 
+def test_a_layer_with_factors_cannot_be_bypassed():
+    low = lora.LowRank(nn.Linear(3, 5), 2, Generator())
+    with pytest.raises(StudyError, match="LoRA does not work for this model"):
+        nn.functional.linear(torch.zeros(3), low.weight)
+
+
 # What is refused.
 
 

@@ -27,6 +27,14 @@ class LowRank(nn.Module):
         out: Tensor = self.layer(inputs)
         return out + linear(linear(inputs, self.down), self.up)
 
+    @property
+    def weight(self) -> Tensor:
+        """For models that multiply by a layer's weight themselves, such as Mamba."""
+        raise StudyError(
+            "LoRA does not work for this model, which uses the weight of a linear layer without "
+            "calling the layer; use the preset without lora"
+        )
+
 
 def add_low_rank(model: nn.Module, rank: int, generator: Generator) -> None:
     """Freeze the model and add trained factors to its linear layers, except tied ones."""

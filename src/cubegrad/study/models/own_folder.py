@@ -44,6 +44,7 @@ def read(folder: Path, loader: str) -> Any:
 
 def read_model(folder: Path, loader: str, length: int) -> Any:
     """The model in float32, if it can read blocks of `length` tokens."""
+    optional("transformers").logging.disable_progress_bar()  # one for each run, amid the study's
     own = read(folder, loader)
     places = getattr(own.config.get_text_config(), "max_position_embeddings", length)
     if places < length:
