@@ -1,7 +1,6 @@
 """Fine-tuning a causal model of a user's: its tokens, its loss, LoRA, and what is refused."""
 
 import math
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -88,7 +87,6 @@ def test_a_large_vocabulary_is_stored_without_loss(small):
     blocks = next_token.FullBlocks.of(made, CPU)
     rows = blocks.rows(torch.arange(blocks.number), 32).flatten().tolist()
     assert rows == expected[: len(rows)]
-    assert len(expected) - len(rows) < 32
     assert rows.count(own.end) > 30
     task = finetune.build(setup_of(small))
     assert abs(task.evaluate(task.model.eval(), "test")["loss"] - math.log2(own.size)) < 1
@@ -128,7 +126,6 @@ def test_the_loss_is_that_of_transformers_in_bits(small, kind):
         expected = model(input_ids=rows, labels=rows).loss.item() / math.log(2)
     judged = task.evaluate(task.model.eval(), "test")
     assert judged["loss"] == pytest.approx(expected, rel=1e-6)
-    assert judged["perplexity"] == pytest.approx(2**expected, rel=1e-5)
     # In pieces of at_once=3 blocks, the gradient is that of the whole update.
     (first, *_) = task.batches(0)
     assert first.inputs.shape == (8, 32)
@@ -243,23 +240,19 @@ def test_a_model_without_linear_layers_is_refused():
 
 
 def test_a_layer_with_factors_cannot_be_bypassed():
-    low = lora.LowRank(nn.Linear(3, 5), 2, Generator())
     with pytest.raises(StudyError, match="LoRA does not work for this model"):
-        nn.functional.linear(torch.zeros(3), low.weight)
+        _ = lora.LowRank(nn.Linear(3, 5), 2, Generator()).weight
 
 
 # What is refused.
 
 
 def test_the_kind_is_found_from_the_configuration(tmp_path):
-    kinds = {
-        "masked": [transformers.BertConfig(), transformers.DistilBertConfig()],
-        "causal": [transformers.Qwen2Config(), transformers.BertConfig(is_decoder=True)],
-    }
-    for kind, configs in kinds.items():
-        for config in configs:
-            config.save_pretrained(tmp_path)
-            assert own_folder.kind(tmp_path) == kind
+    configs = [transformers.BertConfig(), transformers.Qwen2Config()]
+    configs.append(transformers.BertConfig(is_decoder=True))
+    for config, kind in zip(configs, ("masked", "causal", "causal"), strict=True):
+        config.save_pretrained(tmp_path)
+        assert own_folder.kind(tmp_path) == kind
     transformers.T5Config().save_pretrained(tmp_path)
     with pytest.raises(StudyError, match=r"type 't5', .* use a causal one"):
         own_folder.kind(tmp_path)
@@ -283,28 +276,21 @@ def test_a_model_that_does_not_fit_is_refused(small, changes, message):
         finetune.build(setup_of(small))
 
 
-def test_too_little_text_is_refused(small):
-    write_causal_model(small[1] / "model")
-    write_texts(small[1] / "text", mine="Short.\n")
-    with pytest.raises(StudyError, match="tokens for 'train' and one block takes 32"):
-        finetune.build(setup_of(small))
-
-
-def test_a_folder_without_weights_is_refused(small):
+def test_too_little_text_and_missing_weights_are_refused(small):
     folder = write_causal_model(small[1] / "model")
+    write_texts(small[1] / "little", train="Short.\n", valid="", test="")
+    texts = plain_text.find(small[1], "little")
+    with pytest.raises(StudyError, match="tokens for 'train' and one block takes 32"):
+        next_token.encoded(own_causal.tokenizer(folder), texts, 32)
     (folder / "model.safetensors").unlink()
     with pytest.raises(StudyError, match="transformers' AutoModelForCausalLM can read"):
-        finetune.build(setup_of(small))
-    shutil.rmtree(folder)
-    with pytest.raises(StudyError, match="transformers' AutoConfig can read"):
         finetune.build(setup_of(small))
 
 
 def test_no_more_scores_than_fit_are_computed_at_once(small, monkeypatch):
     write_causal_model(small[1] / "model")
     task = finetune.build(setup_of(small))
-    task.model.eval()
-    whole = task.evaluate(task.model, "test")["loss"]
+    whole = task.evaluate(task.model.eval(), "test")["loss"]
     sizes = []
     predict = task.model.predict
     monkeypatch.setattr(task.model, "predict", lambda b: sizes.append(len(b.inputs)) or predict(b))
