@@ -260,7 +260,7 @@ def test_the_tokens_are_those_of_the_users_tokenizer(small):
     [
         ("cpu", "novels", "there is no folder .*novels, and the model is pretrained on it"),
         ("cpu", "wikitext-2", "there is no text in .*wikitext-2"),
-        ("own", "model", "has no model that transformers' AutoTokenizer can read"),
+        ("own", "model", "has no model that transformers' AutoConfig can read"),
         ("own", "text", "there is no text in .*text"),
     ],
 )

@@ -9,13 +9,13 @@ from small_text import write_texts
 from cubegrad.study import StudyError
 from cubegrad.study.cli import main
 from cubegrad.study.data import plain_text
-from cubegrad.study.data.plain_text import find, read, split
+from cubegrad.study.data.plain_text import find, on_one_line, read, split
 
 
 @pytest.mark.parametrize(
     ("paragraph", "sentences"),
     [
-        ("It rained. We went. ", ["It rained.", "We went. "]),
+        ("It rained. We went. ", ["It rained.", "We went."]),
         ('"Why?" She left. "I see!" 3 came.', ['"Why?"', "She left.", '"I see!"', "3 came."]),
         ("Stop! he said. ‘No’ (Never.) Élan.", ["Stop! he said.", "‘No’ (Never.)", "Élan."]),
         ("a . The b", ["a .", "The b"]),
@@ -24,7 +24,9 @@ from cubegrad.study.data.plain_text import find, read, split
     ],
 )
 def test_sentences_of_a_paragraph(paragraph, sentences):
-    assert list(split(paragraph)) == sentences
+    found = list(split(paragraph))
+    assert [on_one_line(one) for one in found] == sentences
+    assert "".join(found) == paragraph
 
 
 def test_documents_lines_and_wrapped_lines(tmp_path):
@@ -35,7 +37,7 @@ def test_documents_lines_and_wrapped_lines(tmp_path):
     )
     write_texts(tmp_path, a=text, b="Another file.\n")
     files = find(tmp_path, "novels").files["train"]
-    assert list(read(files)) == [
+    assert [(document, on_one_line(one)) for document, one in read(files)] == [
         (0, "TITLE"),
         (0, "One line that was wrapped here."),
         (0, "And a second one."),
@@ -44,6 +46,9 @@ def test_documents_lines_and_wrapped_lines(tmp_path):
         (1, "Its text."),
         (2, "Another file."),
     ]
+    plain = text.replace("\ufeff", "").replace("\r", "")
+    first = plain.removeprefix("<|First_1900|>\n").partition("<|Empty|>")[0]
+    assert "".join(one for document, one in read(files) if document == 0) == first
 
 
 def test_whole_documents_go_to_each_part(tmp_path):

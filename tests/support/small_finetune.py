@@ -1,5 +1,6 @@
 """The problem `finetune` in small: made-up texts, a tiny RoBERTa, a model folder of a user's."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -57,4 +58,40 @@ def write_model(folder, kind="BertForMaskedLM", places=64):
         max_position_embeddings=places,
     )
     getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+def write_causal_model(folder, kind="GPT2", places=64, extra=0, end="<|endoftext|>", **config):
+    """A small GPT2 or Llama and its tokenizer, with `extra` tokens that are in no text."""
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(novels().splitlines(), trainer)
+    state = json.loads(tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"<{number}>": len(vocabulary) + number for number in range(extra)}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    first = ("<|endoftext|>", tokenizer.get_vocab_size() - 1)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[first]
+    )
+    tokenizer.enable_truncation(4)  # neither of which the study must keep
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(
+        folder
+    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": places}
+    sizes |= {"intermediate_size": 32} if kind == "Llama" else {}
+    made = getattr(transformers, f"{kind}Config")(**{**sizes, **config})
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    getattr(transformers, name)(made).save_pretrained(folder)
     return folder

@@ -21,12 +21,13 @@ IGNORED = -100  # a label that does not count
 class Blocks(NamedTuple):
     """A part of the text on a device."""
 
-    ids: Tensor  # the bits of uint16 as int16, which every device can index
+    ids: Tensor  # int32, or the bits of uint16 as int16, which every device can index
     starts: Tensor
 
     @classmethod
     def of(cls, some: Tokens, device: torch.device) -> "Blocks":
-        ids = torch.from_numpy(some.ids.view("int16"))
+        two_bytes = some.ids.dtype == "uint16"
+        ids = torch.from_numpy(some.ids.view("int16") if two_bytes else some.ids)
         return cls(ids.to(device), torch.from_numpy(some.starts).to(device))
 
     @property
@@ -38,8 +39,16 @@ class Blocks(NamedTuple):
         starts, ends = self.starts[numbers, None], self.starts[numbers + 1, None]
         places = starts + torch.arange(length - 1, device=starts.device)
         inside = places < ends
-        ids = self.ids[torch.where(inside, places, starts)].long() & 0xFFFF
+        ids = self.at(torch.where(inside, places, starts))
         return pad(torch.where(inside, ids, PAD), (1, 0), value=BEGIN)
+
+    def at(self, places: Tensor) -> Tensor:
+        ids = self.ids[places].long()
+        return ids & 0xFFFF if self.ids.dtype == torch.int16 else ids
+
+    def to_predict(self, rows: Tensor, vocabulary: int, generator: Generator) -> "Masked":
+        """What a model is given of these rows, and asked for."""
+        return masked(rows, vocabulary, generator)
 
     def evenly_spaced(self, most: int, length: int) -> Tensor:
         """At most `most` blocks, from all over the text."""

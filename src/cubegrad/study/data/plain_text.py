@@ -37,6 +37,11 @@ class Texts:
 
     def sentences(self) -> Iterator[tuple[Split, int, str]]:
         """All sentences in order, each with its part and the number of its document."""
+        for part, document, text in self.verbatim():
+            yield part, document, on_one_line(text)
+
+    def verbatim(self) -> Iterator[tuple[Split, int, str]]:
+        """The same with all white space, so that joined sentences are the text."""
         if self.has_parts:
             for part in PARTS:
                 for document, sentence in read(self.files[part]):
@@ -82,54 +87,68 @@ def find(data: Path, name: str) -> Texts:
 
 
 def read(files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
-    """Sentences, each with the number of its document, counted from 0.
+    """Sentences, each with the white space after it and the number of its document, from 0.
 
     A line ends a sentence, unless it lacks an end mark and the next starts with a lower-case
     letter: then the text was wrapped there.
     """
     document = -1
     for path in files:
-        opens, held = True, ""
-        for line in _lines(path):
-            if held and line[:1].islower() and not END.search(held):
-                held = f"{held} {line}"
+        opens = True
+        for paragraph in _paragraphs(path):
+            if _is_mark(paragraph):
+                opens = True
                 continue
-            for sentence in split(held):
+            for sentence in split(paragraph):
                 document += opens
                 opens = False
                 yield document, sentence
-            mark = MARK.fullmatch(line) is not None
-            opens, held = opens or mark, "" if mark else line
-        for sentence in split(held):
-            document += opens
-            opens = False
-            yield document, sentence
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """Lines, each with its line end, the wrapped lines that continue it and blank lines."""
+    held = ""
+    for line in _lines(path):
+        text = line.strip()
+        ended = held.endswith("\n\n") or _is_mark(held) or END.search(held.rstrip())
+        wrapped = text[:1].islower() and held.strip() and not ended
+        if not wrapped and text:
+            yield held
+            held = ""
+        held += f"{line}\n" if text else "\n"
+    yield held
 
 
 def split(paragraph: str) -> Iterator[str]:
     """The sentences of a paragraph. "Mr. Smith" is cut in two, which does no harm here."""
     start = 0
     for gap in BETWEEN.finditer(paragraph):
-        yield paragraph[start : gap.start(1)]
+        yield paragraph[start : gap.end(1)]
         start = gap.end(1)
-    if start < len(paragraph):
+    if paragraph[start:].strip():
         yield paragraph[start:]
+
+
+def on_one_line(sentence: str) -> str:
+    return " ".join(line.strip() for line in sentence.strip().split("\n"))
 
 
 def documents(files: tuple[Path, ...]) -> int:
     """The number of documents, by their marks, including empty ones."""
-    return sum(
-        max(sum(MARK.fullmatch(line) is not None for line in _lines(path)), 1) for path in files
-    )
+    return sum(max(sum(map(_is_mark, _lines(path))), 1) for path in files)
+
+
+def _is_mark(line: str) -> bool:
+    return MARK.fullmatch(line.strip()) is not None
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines without surrounding white space and without byte-order marks."""
+    """Lines without their ends and without byte-order marks."""
     number = 0
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
             for number, raw in enumerate(file, 1):  # noqa: B007
-                yield raw.decode("utf-8").replace("\ufeff", "").strip()
+                yield raw.decode("utf-8").replace("\ufeff", "").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise StudyError(
             f"{path} is not UTF-8 (line {number}: {error.reason}): convert it, "

@@ -35,7 +35,7 @@ AT_ONCE = 10_000  # sentences
 class Tokens:
     """One part. Block i is ids[starts[i] : starts[i + 1]], without its opening <s>."""
 
-    ids: Any  # uint16
+    ids: Any  # uint16; int32 for a causal model whose vocabulary does not fit
     starts: Any  # int64, followed by the end of the last block
 
 
@@ -107,13 +107,17 @@ def encoded(tokenizer: Any, texts: Texts, length: int) -> dict[Split, Tokens]:
         sizes[part].extend([*(len(between) * [1]), *_pieces(len(ids) + 1, length - 1)])
     parts: dict[Split, Tokens] = {}
     for part in PARTS:
-        if len(numbers[part]) < length:
-            raise StudyError(
-                f"{texts.place} has {len(numbers[part])} tokens for {part!r} and one block takes "
-                f"{length}: add more text"
-            )
+        check_enough(texts, part, len(numbers[part]), length)
         parts[part] = Tokens(np.array(numbers[part]), packed(sizes[part], length - 1))
     return parts
+
+
+def check_enough(texts: Texts, part: Split, count: int, length: int) -> None:
+    if count < length:
+        raise StudyError(
+            f"{texts.place} has {count} tokens for {part!r} and one block takes {length}: "
+            "add more text"
+        )
 
 
 def train(sentences: Iterable[str], vocabulary: int) -> Any:

@@ -1,4 +1,4 @@
-"""A masked language model of the user's, read with transformers from a folder, without network."""
+"""A masked language model of the user's, such as a BERT or RoBERTa."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 from cubegrad.study.data.masking import Masked
 from cubegrad.study.data.tokens import LARGEST, PAD, SPECIAL
-from cubegrad.study.problem import StudyError, optional
+from cubegrad.study.models import own_folder
+from cubegrad.study.problem import StudyError
 
 
 class OwnMasked(nn.Module):
@@ -33,7 +34,7 @@ class OwnMasked(nn.Module):
 
 def tokenizer(folder: Path) -> tuple[Any, list[int], int]:
     """Without special tokens of its own; the ids of BEGIN, PAD, END, UNKNOWN, MASK; its size."""
-    library: Any = _from(folder, "AutoTokenizer")
+    library: Any = own_folder.read(folder, "AutoTokenizer")
     special = [
         library.cls_token_id if library.cls_token_id is not None else library.bos_token_id,
         library.pad_token_id,
@@ -51,31 +52,10 @@ def tokenizer(folder: Path) -> tuple[Any, list[int], int]:
             f"the tokenizer in {folder} has {len(library)} tokens, and at most "
             f"{LARGEST - SPECIAL} fit; use a model with a smaller vocabulary"
         )
-    # A copy, as its settings change; "[SEP]" and the like are added by the blocks.
-    copy = optional("tokenizers").Tokenizer.from_str(library.backend_tokenizer.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    copy.post_processor = None
-    return copy, special, len(library)
+    # "[SEP]" and the like are added by the blocks.
+    return own_folder.without_special_tokens(library), special, len(library)
 
 
 def model(folder: Path, special: list[int], count: int, length: int) -> OwnMasked:
-    own: Any = _from(folder, "AutoModelForMaskedLM")
-    places = getattr(own.config, "max_position_embeddings", length)
-    if places < length:
-        raise StudyError(
-            f"the model in {folder} reads {places} tokens and blocks have {length}; use another"
-        )
-    return OwnMasked(own.float(), special, count)
-
-
-def _from(folder: Path, kind: str) -> Any:
-    loader = getattr(optional("transformers"), kind)
-    try:
-        return loader.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise StudyError(
-            f"{folder} has no model that transformers' {kind} can read ({reason}); put there what "
-            "save_pretrained of a masked language model and of its tokenizer write"
-        ) from None
+    own: Any = own_folder.read_model(folder, "AutoModelForMaskedLM", length)
+    return OwnMasked(own, special, count)

@@ -18,20 +18,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from cubegrad.study.data import plain_text, tokens
-from cubegrad.study.data.masking import (
-    IGNORED,
-    Blocks,
-    Masked,
-    block_indices,
-    combined_seed,
-    masked,
-)
+from cubegrad.study.data.masking import IGNORED, Blocks, Masked, block_indices, combined_seed
 from cubegrad.study.data.tokens import BEGIN, PAD
 from cubegrad.study.graphs import Captured
 from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task, optional
 
 TEST_SEED = 20_210_126  # of the masks for test and validation, the same for all runs
-EVALUATED_AT_ONCE = 128  # blocks
+EVALUATED_AT_ONCE = 128  # blocks, of which no more than
+MOST_SCORES = 2**29  # 2 GiB in float32
 
 
 def network(options: dict[str, Any], vocabulary: int) -> nn.Module:
@@ -123,9 +117,11 @@ def make_step(
 
 
 @torch.no_grad()
-def metrics(model: nn.Module, blocks: Masked) -> dict[str, float]:
+def metrics(model: nn.Module, blocks: Masked, vocabulary: int = 1) -> dict[str, float]:
     """The mean loss in bits and the perplexity; the host waits for the device once."""
-    sums = [total_loss(model, piece).double() for piece in blocks.split(EVALUATED_AT_ONCE)]
+    fit = max(1, MOST_SCORES // (blocks.labels.shape[1] * vocabulary))
+    pieces = blocks.split(min(EVALUATED_AT_ONCE, fit))
+    sums = [total_loss(model, piece).double() for piece in pieces]
     loss = torch.stack(sums).sum() / prediction_count(blocks) / math.log(2)
     bits, perplexity = torch.stack([loss, loss.exp2()]).tolist()
     return {"loss": bits, "perplexity": perplexity}
@@ -165,19 +161,21 @@ def task(
         for update in range(epoch * updates, (epoch + 1) * updates):
             indices = block_indices(seed, update, batch, train.number, device)
             generator.manual_seed(combined_seed(seed, update))
-            yield masked(train.rows(indices, length), vocabulary, generator)
+            yield train.to_predict(train.rows(indices, length), vocabulary, generator)
 
     @lru_cache(maxsize=2)
     def test_blocks(part: Split) -> Masked:
         """Masked on the CPU: the same on every machine."""
         rows = sets[part].evenly_spaced(options["test_blocks"], length)
-        on_cpu = masked(rows.cpu(), vocabulary, Generator().manual_seed(TEST_SEED))
+        generator = Generator().manual_seed(TEST_SEED)
+        on_cpu = sets[part].to_predict(rows.cpu(), vocabulary, generator)
         return Masked(*(tensor.to(device) for tensor in on_cpu))
 
     def evaluate(model: nn.Module, part: Split) -> dict[str, float]:
-        return metrics(model, test_blocks(part))
+        return metrics(model, test_blocks(part), vocabulary)
 
-    graphed = device.type == "cuda" and batch <= options["at_once"]
+    own = hasattr(model, "predict")  # few models of users allow a graph
+    graphed = device.type == "cuda" and batch <= options["at_once"] and not own
     step = make_step(model, options["at_once"], options["clip"], graphed)
     return Task(
         model, batches, lambda model, update: mean_loss(model, *update), evaluate, updates, step

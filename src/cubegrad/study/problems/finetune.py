@@ -1,7 +1,8 @@
-"""Fine-tuning a masked language model, whole or by LoRA.
+"""Fine-tuning a language model, whole or by LoRA.
 
 The model is a small RoBERTa, pretrained here on novels and fine-tuned on WikiText-2 or a text of
-the user's; or a model of the user's. Batches, loss and evaluation are those of `bookwiki`.
+the user's; or a model of the user's, masked or causal. Updates, loss and evaluation are those of
+`bookwiki`.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ from torch import Generator, nn
 from tqdm import tqdm
 
 from cubegrad.study import checkpoints, train
-from cubegrad.study.data import plain_text, tokens
+from cubegrad.study.data import next_token, plain_text, tokens
 from cubegrad.study.data.masking import Blocks
-from cubegrad.study.models import own_masked
+from cubegrad.study.models import own_causal, own_folder, own_masked
 from cubegrad.study.models.lora import add_low_rank
 from cubegrad.study.problem import Preset, Problem, Setup, Split, StudyError, Task, optional
 from cubegrad.study.problems import bookwiki
@@ -112,19 +113,29 @@ def parts(
     data: Path, novels: tuple[int, int] | None, length: int, hold_out: bool, device: torch.device
 ) -> tuple[dict[Split, Blocks], int]:
     """The text on the device, in the tokens of the novels or of the user's model; their number."""
-    if novels is None:
-        tokenizer, special, count = own_masked.tokenizer(data / "model")
-        vocabulary = len(special) + count
-        texts = plain_text.find(data, "text")
-    else:
+    folder, blocks = data / "model", Blocks
+    texts = plain_text.find(data, "text" if novels is None else "wikitext-2")
+    if novels is not None:
         corpus = tokens.corpus(_novels(data), *novels)
         tokenizer = optional("tokenizers").Tokenizer.from_str(corpus.tokenizer)
-        vocabulary = corpus.vocabulary
-        texts = plain_text.find(data, "wikitext-2")
-    made = tokens.encoded(tokenizer, texts, length)
+        made, vocabulary = tokens.encoded(tokenizer, texts, length), corpus.vocabulary
+    elif own_folder.kind(folder) == "causal":
+        own = own_causal.tokenizer(folder)
+        made, vocabulary = next_token.encoded(own, texts, length), own.size
+        blocks = next_token.FullBlocks
+    else:
+        tokenizer, special, count = own_masked.tokenizer(folder)
+        made, vocabulary = tokens.encoded(tokenizer, texts, length), len(special) + count
     if not hold_out and not texts.has_parts:
         made["train"] = tokens.joined(made["train"], made["valid"])
-    return {part: Blocks.of(some, device) for part, some in made.items()}, vocabulary
+    return {part: blocks.of(some, device) for part, some in made.items()}, vocabulary
+
+
+def _own_model(folder: Path, length: int) -> nn.Module:
+    if own_folder.kind(folder) == "causal":
+        return own_causal.model(folder, own_causal.tokenizer(folder).size, length)
+    _, special, count = own_masked.tokenizer(folder)
+    return own_masked.model(folder, special, count, length)
 
 
 def build(setup: Setup) -> Task:
@@ -134,9 +145,7 @@ def build(setup: Setup) -> Task:
     sets, vocabulary = parts(setup.data, novels, length, setup.hold_out, setup.device)
     model: nn.Module
     if own:
-        folder = setup.data / "model"
-        _, special, count = own_masked.tokenizer(folder)
-        model = own_masked.model(folder, special, count, length)
+        model = _own_model(setup.data / "model", length)
     else:
         model = bookwiki.network(dict(options), vocabulary)
         model.load_state_dict(pretrained(setup))
@@ -149,7 +158,8 @@ def check_data(setup: Setup) -> None:
     """Reads the text, and pretrains the model for the runs."""
     optional("transformers")
     if "width" not in setup.preset.options:
-        own_masked.tokenizer(setup.data / "model")
+        folder = setup.data / "model"
+        (own_causal if own_folder.kind(folder) == "causal" else own_masked).tokenizer(folder)
         plain_text.find(setup.data, "text")
         return
     plain_text.find(setup.data, "wikitext-2")
