@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import shared_device
-from auto_table import DEFAULT, SCHEDULE_FREE, table
+from auto_table import DEFAULT, SCHEDULE_FREE, best_lr, table
 from compact_quality import known
 from shared_device import Job, Wanted
 
@@ -28,7 +28,6 @@ from cubegrad.study import StudyError, catalogue, methods, schedules
 from cubegrad.study.grid import Grid
 from cubegrad.study.plan import Plan
 from cubegrad.study.records import Record, Runs, Settings
-from cubegrad.study.statistics import Judge
 
 FREE = ("madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog")
 DECOUPLED = ("prodigy", "adamw", SCHEDULE_FREE)  # which multiply decay by their learning rate
@@ -122,10 +121,10 @@ def wanted(
         }
         for method, lrs in searches.items():
             search = [one for lr in lrs for one in of(method, lr, 0)] if len(lrs) > 1 else []
-            best = best_lr([done.get(one.key) for one in search]) if search else lrs[0]
+            best = chosen_lr([done.get(one.key) for one in search]) if search else lrs[0]
             while method != SCHEDULE_FREE and best and (beyond := next_to_edge(best, search)):
                 search += of(method, beyond, 0)
-                best = best_lr([done.get(one.key) for one in search])
+                best = chosen_lr([done.get(one.key) for one in search])
             ready.append(search)
             if best is not None:
                 ready.append(of(method, best, *SEEDS))
@@ -143,15 +142,10 @@ def next_to_edge(best: float, search: Sequence[Settings]) -> float | None:
     return Grid().above(best) if best == max(values) else None
 
 
-def best_lr(records: Sequence[Record | None]) -> float | None:
+def chosen_lr(records: Sequence[Record | None]) -> float | None:
     """None before all of the search is done, and if all of it diverged."""
-    if any(record is None for record in records):
-        return None
-    found = [record for record in records if record is not None and record.status == "finished"]
-    if not found:
-        return None
-    judge = Judge(found[0].about["metric"], found[0].about["higher_is_better"])
-    return max(found, key=lambda record: judge.score([record])).settings.lr
+    done = [record for record in records if record is not None]
+    return best_lr(done) if len(done) == len(records) else None
 
 
 _known = functools.cache(known)  # asked after each run

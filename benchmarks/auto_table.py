@@ -66,12 +66,12 @@ def results(records: Iterable[Record]) -> list[Result]:
                 method = "prodigy, warm-up"
             runs[f"{one.problem}, {one.preset}"][method, one.lr].append(record)
     return [
-        _result(problem, settings, _best_lr(search[problem])) for problem, settings in runs.items()
+        _result(problem, settings, best_lr(search[problem])) for problem, settings in runs.items()
     ]
 
 
-def _best_lr(search: list[Record]) -> float | None:
-    """None if there was no search."""
+def best_lr(search: list[Record]) -> float | None:
+    """That of the best run which ended, or None."""
     ended = [record for record in search if record.status == "finished"]
     if not ended:
         return None
