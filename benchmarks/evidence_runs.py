@@ -1,13 +1,14 @@
 """The runs that docs/results/README.md is made of: every method on every problem.
 
     PYTHONPATH=src python3 benchmarks/evidence_runs.py --preset gpu --data data --out runs/evidence
-    ... --problems imagenet,digits --workers 14 --minutes 25
+    ... --problems imagenet,digits --methods sgd,madgrad --workers 14 --minutes 25
     ... --table
 
 The learning rate of each method is searched with seed 0, and its decay where the preset has more
-than one. A search begins in the middle of the preset's learning rates, without decay if the preset
-has 0 among its decays, else (and for AdamW) with the middle one. It goes on to the neighbours of
-the best setting until none is better, so no best value is at an edge, unless that is six values
+than one. A search begins at the best setting of the method's runs of another length in --known, if
+there are any; else in the middle of the preset's learning rates, without decay if the preset has 0
+among its decays, else (and for AdamW) with the middle one. It goes on to the neighbours of the best
+setting until none is better, so no best value is at an edge, unless that is six values
 (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
 state in codes takes the setting of MADGRAD.
 
@@ -101,19 +102,29 @@ def plan_of(trial: Trial, options: argparse.Namespace) -> Plan:
 
 
 def search(
-    plan: Plan, entry: Entry, done: dict[str, Record]
+    plan: Plan, entry: Entry, done: dict[str, Record], elsewhere: Iterable[Record] = ()
 ) -> tuple[list[Settings], Setting | None]:
-    """What to run next; if nothing, the best setting, which is None if all runs diverged."""
+    """What to run next; if nothing, the best setting, which is None if all runs diverged.
+
+    `elsewhere` may have runs of another length, where the search then begins.
+    """
     lrs, decays = _range(plan, entry), sorted(plan.first_decays(entry))
     without = 0 in decays and entry.method != "adamw"  # which is Adam then
     start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
     tried = _tried(plan.settings(entry, start, 0, hold_out=False), done)
+
+    def beside(setting: Setting) -> set[Setting]:
+        every = sorted({*decays, setting[1], *(decay for _, decay in tried)})
+        return {*_lrs_beside(plan, setting, lrs), *_decays_beside(plan, setting, every)}
+
     wanted = {start, *_lrs_beside(plan, start, lrs)}
+    if (found := _best_at_another_length(plan, entry, elsewhere)) is not None:
+        begin = found[0], found[1] or start[1]  # AdamW's best may have been without decay
+        wanted = {begin, *beside(begin)}
     if wanted <= tried.keys():
         best = statistics.best(tried, plan.judge)
         if best is not None:
-            every = sorted({*decays, *(decay for _, decay in tried)})
-            wanted = {*_lrs_beside(plan, best, lrs), *_decays_beside(plan, best, every)}
+            wanted = beside(best)
         elif len(lrs) > 1:  # all diverged
             wanted = {(plan.grid.below(min(lr for lr, _ in tried)), start[1])}
         wanted = {(lr, d) for lr, d in wanted if _near(plan, lr, lrs) and _near(plan, d, decays)}
@@ -137,6 +148,18 @@ def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record
         for record in done.values()
         if replace(record.settings, lr=like.lr, decay=like.decay) == like
     }
+
+
+def _best_at_another_length(plan: Plan, entry: Entry, records: Iterable[Record]) -> Setting | None:
+    """That of the method's runs with seed 0, of the longest if they have several lengths."""
+    by_length: dict[int, dict[Setting, list[Record]]] = {}
+    for record in records:
+        one = record.settings
+        known = (one.problem, one.preset, one.device, one.method, one.hold_out, one.seed)
+        same = (plan.problem.name, plan.preset_name, plan.device, entry.method, False, 0)
+        if known == same and one.epochs != plan.preset.epochs:
+            by_length.setdefault(one.epochs, {})[one.lr, one.decay] = [record]
+    return statistics.best(by_length[max(by_length)], plan.judge) if by_length else None
 
 
 def _near(plan: Plan, value: float, first: Sequence[float]) -> bool:
@@ -165,11 +188,12 @@ def wanted(
     options: argparse.Namespace, done: dict[str, Record]
 ) -> Iterator[tuple[Trial, Settings]]:
     """What can be run now: the next runs of each search, and the seeds of what has been chosen."""
+    elsewhere = _known(options.known, ("auto",)).values()
     for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
         plan = plan_of(trial, options)
-        for method in SEARCHED:
+        for method in options.methods:
             entry = methods.entry(method, plan.preset)
-            missing, best = search(plan, entry, done)
+            missing, best = search(plan, entry, done, elsewhere)
             yield from ((trial, one) for one in missing)
             if best is None:
                 continue
@@ -211,7 +235,16 @@ def table(records: Iterable[Record]) -> str:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
-    return shared_device.parser(description, tuple(TRIALS), "runs/evidence").parse_args(words)
+    parser = shared_device.parser(description, tuple(TRIALS), "runs/evidence")
+    parser.add_argument("--methods", type=_methods, default=SEARCHED, metavar="A,B")
+    return parser.parse_args(words)
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in SEARCHED]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: use some of {','.join(SEARCHED)}")
+    return names
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -55,6 +55,13 @@ CONTENDERS = (
         beside="cubegrad MADGRAD fused",
     ),
     Contender(
+        "cubegrad MADGRAD fused, lr auto, decay",
+        "cubegrad",
+        "MADGRAD",
+        AUTO | {"weight_decay": 1e-4},
+        beside="cubegrad MADGRAD fused",
+    ),
+    Contender(
         "cubegrad MADGRAD fused, lr auto, graph replay",
         "cubegrad",
         "MADGRAD",

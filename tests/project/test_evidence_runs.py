@@ -40,11 +40,11 @@ def hill(lr, decay, lr_at=0.25, decay_at=0.005):
     return 60 - 5 * (x**2 + y**2 + x * y)
 
 
-def climb(runs, plan, method, accuracy):
+def climb(runs, plan, method, accuracy, elsewhere=()):
     """The setting that the search ends with, and everything that it has run."""
     entry, done = methods.entry(method, plan.preset), {}
     for _ in range(30):
-        missing, best = runs.search(plan, entry, done)
+        missing, best = runs.search(plan, entry, done, elsewhere)
         if not missing:
             return best, {(one.settings.lr, one.settings.decay) for one in done.values()}
         assert best is None
@@ -57,6 +57,33 @@ def test_a_search_ends_where_all_neighbours_are_worse(runs, plan):
     assert best == (0.25, 0.005)
     assert {(0.1, 0.005), (0.5, 0.005), (0.25, 0.0025), (0.25, 0.01)} <= tried
     assert len(tried) < 15  # a grid that reaches as far has 5 x 6 settings
+
+
+def test_a_search_begins_where_runs_of_another_length_had_their_best(runs, plan):
+    entry = methods.entry("sgd", plan.preset)
+
+    def known(lr, decay, accuracy, **changes):
+        one = plan.settings(entry, (lr, decay), 0, hold_out=False)
+        return record(replace(one, **{"epochs": 10, **changes}), accuracy)
+
+    elsewhere = [
+        known(0.25, 0.005, 50.0),
+        known(0.5, 0.005, 49.0),
+        known(0.025, 1e-4, 60.0, epochs=5),  # shorter
+        known(0.01, 1e-4, 60.0, epochs=plan.preset.epochs),  # of this length
+        known(0.01, 1e-4, 60.0, seed=1),
+        known(0.01, 1e-4, 60.0, method="adam"),
+        known(0.01, 1e-4, 60.0, hold_out=True),
+    ]
+    missing, best = runs.search(plan, entry, {}, elsewhere)
+    around = {(0.25, 0.005), (0.1, 0.005), (0.5, 0.005), (0.25, 0.0025), (0.25, 0.01)}
+    assert {(one.lr, one.decay) for one in missing} == around
+    assert {one.epochs for one in missing} == {plan.preset.epochs}
+    assert best is None
+    assert climb(runs, plan, "sgd", hill, elsewhere) == ((0.25, 0.005), around)
+    assert climb(runs, plan, "sgd", hill, [known(0.25, 0.005, None)]) == climb(
+        runs, plan, "sgd", hill
+    )
 
 
 def test_a_search_leaves_rates_that_diverge(runs, plan):
@@ -145,3 +172,12 @@ def test_an_unknown_problem_is_refused(runs):
     options = runs.parse(["--preset", "gpu", "--problems", "imagnet,digits"])
     with pytest.raises(StudyError, match="--problems imagnet: use some of imagenet,digits"):
         list(runs.wanted(options, {}))
+
+
+def test_methods_can_be_chosen(runs, capsys):
+    options = ["--preset", "gpu", "--problems", "imagenet", "--known", "/nowhere"]
+    some = runs.wanted(runs.parse([*options, "--methods", "adam,sgd"]), {})
+    assert {one.method for _, one in some} == {"adam", "sgd"}
+    with pytest.raises(SystemExit):
+        runs.parse(["--methods", "sgd,adan"])
+    assert "adan: use some of sgd,madgrad" in capsys.readouterr().err
