@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from plain_varnet import reconstruct
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.functional import interpolate
 
+from cubegrad.study.graphs import compiled
 from cubegrad.study.models import kspace
-from cubegrad.study.models.varnet import Cascade, ComplexUNet, UNet, VarNet
+from cubegrad.study.models.varnet import Cascade, ComplexUNet, UNet, VarNet, doubled, run_unet
 from cubegrad.study.problems import fastmri
 
 TINY = {"cascades": 2, "channels": 2, "pools": 1, "map_channels": 2, "map_pools": 1}
@@ -100,6 +104,18 @@ def test_a_unet_of_two_poolings_by_hand():
     assert unet(torch.randn(1, 2, 8, 12)).shape == (1, 2, 8, 12)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (5, 3), (1, 2)])
+def test_doubling_is_bilinear_interpolation(shape):
+    x = torch.randn(2, 3, *shape, dtype=torch.float64, requires_grad=True)
+    found = doubled(x)
+    size = 2 * shape[0], 2 * shape[1]
+    expected = interpolate(x, size, mode="bilinear", align_corners=False)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    slopes = [torch.autograd.grad((weights * y).sum(), x)[0] for y in (found, expected)]
+    torch.testing.assert_close(*slopes)
+
+
 class Identity(nn.Module):
     """Returns its input, and keeps it."""
 
@@ -112,7 +128,8 @@ def test_images_go_in_standard_and_padded_and_come_out_as_they_were():
     network = ComplexUNet(2, 4)
     network.unet = Identity()
     images = 1e-5 * random_complex(3, 37, 50) + (3e-5 - 2e-5j)
-    torch.testing.assert_close(network(images), images, rtol=1e-5, atol=1e-10)
+    parts = torch.view_as_real(images)
+    torch.testing.assert_close(network(parts), parts, rtol=1e-5, atol=1e-10)
     seen = network.unet.x
     assert seen.shape == (3, 2, 48, 64)
     inside = seen[:, :, 5:42, 7:57]  # 11 rows and 14 columns more, half of them before
@@ -137,17 +154,11 @@ def test_a_cascade_is_its_formula_in_numpy():
     with torch.no_grad():
         cascade.strength.fill_(0.3)
         found = cascade(k, m, lines, maps)
-    axes = (-2, -1)
-
-    def shifted(transform, values):
-        values = np.fft.ifftshift(values, axes)
-        return np.fft.fftshift(transform(values, norm="ortho"), axes)
-
     k, m, maps = (tensor.numpy() for tensor in (k, m, maps))
-    image = 2 * (shifted(np.fft.ifft2, k) * np.conj(maps)).sum(1, keepdims=True)
+    image = 2 * (np.fft.ifft2(k) * np.conj(maps)).sum(1, keepdims=True)
     misfit = np.where(lines.numpy(), k - m, 0)
-    expected = k - 0.3 * misfit - shifted(np.fft.fft2, image * maps)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    expected = k - 0.3 * misfit - np.fft.fft2(image * maps)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 class Nothing(nn.Module):
@@ -170,6 +181,56 @@ def test_data_consistency_steps_down_the_misfit():
     (weight.conj() * out).real.sum().backward()
     by_hand = -(weight.conj() * (k.detach() - m))[..., 1:3].real.sum()
     torch.testing.assert_close(cascade.strength.grad, by_hand.view(1))
+
+
+def gradients(model, image):
+    """Of a sum in which every pixel has another weight."""
+    weights = torch.arange(image.numel(), dtype=image.dtype).cos().view_as(image)
+    return torch.autograd.grad((weights * image).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("shape", [(16, 12), (15, 13), (16, 13), (9, 16)])
+def test_cascades_without_shifts_are_those_with_centred_transforms(shape):
+    torch.manual_seed(0)
+    model = VarNet(3, 2, 1, 2, 1).double()
+    with torch.no_grad():
+        for cascade, strength in zip(model.cascades, (0.3, 0.7, 1.2), strict=True):
+            cascade.strength.fill_(strength)
+    lines = kspace.measured(shape[1], 4, 4, 1)
+    some = random_complex(2, 3, *shape).to(torch.complex128) * lines
+    found, expected = model(some, lines, 4), reconstruct(model, some, lines, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.compilation
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_compiled_unets_are_the_plain_ones():
+    torch.manual_seed(0)
+    model = VarNet(3, 2, 1, 2, 1).double()
+    lines = kspace.measured(10, 4, 4, 1)
+    some = random_complex(2, 2, 9, 10).to(torch.complex128) * lines
+    expected, found = model(some, lines, 4), model(some, lines, 4, run=compiled(run_unet))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.compilation
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_the_cascades_of_all_models_share_one_compilation():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    run = torch.compile(run_unet, backend=counter, dynamic=False, fullgraph=True)
+    lines = kspace.measured(16, 4, 4, 1)
+    some = random_complex(2, 3, 16, 16) * lines
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = VarNet(6, 4, 2, 2, 1)
+        found, expected = model(some, lines, 4, run=run), model(some, lines, 4)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert counter.frame_count == 2  # the network of the maps, and that of twelve cascades
 
 
 def test_all_lines_without_refinement_are_the_image_itself():

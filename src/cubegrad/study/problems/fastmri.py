@@ -1,12 +1,12 @@
 """Accelerated MR reconstruction with an end-to-end VarNet, as in the paper's section on fastMRI.
 
 Preset `paper` reads fastMRI's k-space; the others simulate k-space from real MR slices. On a GPU
-with `graph`, a batch's loss and gradients are one CUDA graph.
+with `graph`, a batch's loss and gradients are one CUDA graph, at `gpu` of compiled U-Nets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from cubegrad.study.data import fastmri as data
 from cubegrad.study.data import mr_slices
-from cubegrad.study.graphs import Captured
+from cubegrad.study.graphs import Captured, compiled
 from cubegrad.study.models.kspace import Slices, centre_crop, measured
-from cubegrad.study.models.varnet import VarNet
+from cubegrad.study.models.varnet import VarNet, run_unet
 from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, StudyError, Task
 
 ACCELERATION = 4
@@ -27,10 +27,10 @@ OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
-# bfloat16 and a step is one CUDA graph.
+# bfloat16, a step is one CUDA graph, and the U-Nets in it are compiled.
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
-    "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
+    "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True, "compile": True},
     "cpu": {"network": (2, 8, 2, 4, 2), "low": 4, "mixed": False, "graph": False},
 }
 LRS = {
@@ -79,7 +79,7 @@ def ssim(images: Tensor, targets: Tensor, peaks: Tensor) -> Tensor:
     return (similar * (2 * covariance + contrast) / (variances + contrast)).mean((1, 2))
 
 
-def similarity(model: nn.Module, slices: Slices, low: int) -> Tensor:
+def similarity(model: Callable[..., Tensor], slices: Slices, low: int) -> Tensor:
     """SSIM of each slice, reconstructed from a quarter of its lines."""
     kspace, target, peak = slices
     lines = measured(kspace.shape[-1], low, ACCELERATION, OFFSET, kspace.device)
@@ -91,10 +91,13 @@ def similarity(model: nn.Module, slices: Slices, low: int) -> Tensor:
 class Step:
     """`Task.step`: gradients are summed over the batch's shapes before the optimizer steps."""
 
-    def __init__(self, model: nn.Module, low: int, graphed: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, low: int, graphed: int = 0, compile_unets: bool = False
+    ) -> None:
         self.model = model
         self.low = low
         self.graphed = graphed  # batches of this size run as a CUDA graph; 0: none do
+        self.compile_unets = compile_unets  # in the graph; other sizes are not worth it
         self.captured: Captured | None = None
 
     def __call__(self, optimizer: Optimizer, batch: Batch) -> Tensor:
@@ -109,7 +112,8 @@ class Step:
         return loss
 
     def _mean_loss(self, model: nn.Module, *slices: Tensor) -> Tensor:
-        return (1 - similarity(model, Slices(*slices), self.low)).mean()
+        network = partial(model, run=compiled(run_unet)) if self.compile_unets else model
+        return (1 - similarity(network, Slices(*slices), self.low)).mean()
 
     def _backward(self, slices: Slices, batch: Batch) -> Tensor:
         count = sum(len(one.peak) for one in batch)
@@ -184,7 +188,8 @@ def build(setup: Setup) -> Task:
         return metrics(model, parts[part], low, options["judged_at_once"])
 
     graphed = batch if options["graph"] and setup.device.type == "cuda" else 0
-    step = Step(model, low, graphed)
+    # Records without this option are of steps that were not compiled.
+    step = Step(model, low, graphed, options.get("compile", False))
     steps = -(-len(train) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 
