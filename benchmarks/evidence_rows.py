@@ -112,7 +112,8 @@ def load(results: Path) -> dict[str, list[Record]]:
 
 def profile(one: Comparison, row: Row) -> list[Rate]:
     """The learning rates of its search, at the best decay."""
-    return comparison.lr_profile(row.summary.lr_curve, one.judge.higher_is_better)
+    chosen = row.summary.best[0] if row.summary.best else 0.0
+    return comparison.lr_profile(row.summary.lr_curve, chosen, one.judge.higher_is_better)
 
 
 def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str]]:

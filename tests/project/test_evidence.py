@@ -70,6 +70,13 @@ def test_runs_of_an_older_estimate_are_no_results_of_lr_auto(rows, tmp_path):
     assert methods == {"auto": ["madgrad"], "peers": ["madgrad", "madgrad-auto"]}
 
 
+def test_unfinished_searches_are_no_results(rows, tmp_path):
+    for name in ("bookwiki", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_text(to_line(run("madgrad", 0.1, 1, 2.0)))
+    assert list(rows.load(tmp_path)) == ["bookwiki"]
+
+
 def test_a_row_is_the_mean_of_the_seeds_that_the_search_did_not_use(rows):
     found, left_out = rows.comparisons({"bookwiki": own_folder()})
     assert left_out == []

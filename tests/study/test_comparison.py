@@ -64,12 +64,15 @@ def test_ranks_are_scipys(values: tuple[float, ...]) -> None:
 
 
 def test_a_profile_is_in_decades_and_percent_of_the_best() -> None:
-    accuracy = lr_profile([(0.01, 45.0), (0.1, 50.0), (1.0, None)], higher_is_better=True)
+    accuracy = lr_profile([(0.01, 45.0), (0.1, 50.0), (1.0, None)], 0.1, higher_is_better=True)
     assert accuracy == [Rate(-1.0, 10.0), Rate(0.0, 0.0), Rate(1.0, math.inf)]
-    loss = lr_profile([(0.1, 2.0), (0.2, 2.5)], higher_is_better=False)
+    loss = lr_profile([(0.1, 2.0), (0.2, 2.5)], 0.1, higher_is_better=False)
     assert loss == [Rate(0.0, 0.0), Rate(pytest.approx(math.log10(2)), 25.0)]
-    assert lr_profile([(0.1, None)], higher_is_better=True) == []
-    assert lr_profile([(0.1, 0.0), (1.0, 1.0)], higher_is_better=False)[1].behind == math.inf
+    assert lr_profile([(0.1, None)], 0.1, higher_is_better=True) == []
+    equal = [(0.01, 99.0), (0.1, 99.0), (1.0, 98.01)]
+    assert lr_profile(equal, 0.1, higher_is_better=True)[0] == Rate(-1.0, 0.0)
+    assert lr_profile(equal, 0.01, higher_is_better=True)[-1] == Rate(2.0, pytest.approx(1.0))
+    assert lr_profile([(0.1, 0.0), (1.0, 1.0)], 0.1, higher_is_better=False)[1].behind == math.inf
 
 
 def test_the_common_span_is_what_every_profile_reaches() -> None:
@@ -101,9 +104,9 @@ def test_decades_far_from_any_rate_were_not_run() -> None:
 def test_one_step_off_is_the_next_rate_of_the_grid() -> None:
     grid = [0.01, 0.025, 0.05, 0.1]
     curve = list(zip(grid, [4.0, 2.0, 3.0, 9.0], strict=True))
-    assert one_step_off(lr_profile(curve, False)) == (100.0, 50.0)
-    assert one_step_off(lr_profile([curve[1], curve[3]], False)) == (None, None)
-    assert one_step_off(lr_profile(curve[1:], False)) == (None, 50.0)
+    assert one_step_off(lr_profile(curve, 0.025, False)) == (100.0, 50.0)
+    assert one_step_off(lr_profile([curve[1], curve[3]], 0.025, False)) == (None, None)
+    assert one_step_off(lr_profile(curve[1:], 0.025, False)) == (None, 50.0)
 
 
 def test_the_first_epoch_as_good_as_a_target() -> None:

@@ -97,21 +97,25 @@ class Rate:
     behind: float  # in % of the best result; inf: diverged
 
 
-def lr_profile(curve: Sequence[tuple[float, float | None]], higher_is_better: bool) -> list[Rate]:
-    """How far each learning rate of a search is behind the best; [] if all diverged."""
+def lr_profile(
+    curve: Sequence[tuple[float, float | None]], chosen: float, higher_is_better: bool
+) -> list[Rate]:
+    """How far each learning rate of a search is behind the chosen one; [] if that was not run.
+
+    Several rates may have the best result, so which of them was chosen must be given.
+    """
     way = 1 if higher_is_better else -1
-    known = [(way * metric, lr) for lr, metric in curve if metric is not None and lr > 0]
-    if not known:
+    top = dict(curve).get(chosen)
+    if top is None or chosen <= 0:
         return []
-    top, best_lr = max(known)
 
     def behind(metric: float | None) -> float:
         if metric is None:
             return math.inf
-        gap = top - way * metric
+        gap = way * (top - metric)
         return 100 * gap / abs(top) if top else math.inf if gap else 0.0
 
-    return [Rate(math.log10(lr / best_lr), behind(metric)) for lr, metric in curve if lr > 0]
+    return [Rate(math.log10(lr / chosen), behind(metric)) for lr, metric in curve if lr > 0]
 
 
 def common_span(profiles: Iterable[Sequence[Rate]]) -> tuple[float, float]:

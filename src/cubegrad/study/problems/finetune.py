@@ -169,9 +169,16 @@ def check_data(setup: Setup) -> None:
 METHODS = ("madgrad", "madgrad-auto", "adamw")
 # Around the best at `cpu` (docs/problems/finetune.md); the others are guesses, which widen.
 RATES = {
-    "cpu": {"madgrad": (1e-2, 5e-2), "adamw": (5e-3, 2.5e-2)},
+    "cpu": {"madgrad": (1e-2, 5e-2), "adamw": (5e-3, 2.5e-2), "adagrad": (1e-2, 5e-2)},
     "cpu-lora": {"madgrad": (5e-3, 2.5e-2), "adamw": (5e-3, 2.5e-2)},
-    "gpu": {"madgrad": (1e-3, 5e-3), "adamw": (5e-4, 2.5e-3)},
+    "gpu": {
+        "madgrad": (5e-3, 2.5e-2),
+        "mirror-madgrad": (2.5e-2, 1e-1),
+        "adamw": (1e-3, 5e-3),
+        "adam": (1e-3, 5e-3),
+        "sgd": (5e-1, 2.5),
+        "adagrad": (2.5e-3, 1e-2),  # with 0.05 or more it forgets its pretraining
+    },
     "gpu-lora": {"madgrad": (2.5e-3, 1e-2), "adamw": (1e-3, 5e-3)},
     "own": {"madgrad": (1e-4, 5e-4), "adamw": (2.5e-5, 1e-4)},
     "own-lora": {"madgrad": (1e-3, 5e-3), "adamw": (2.5e-4, 1e-3)},
