@@ -54,7 +54,9 @@ def compile_for_sums():
             constants = {"METHOD": method, "CENTRED": bool(centred), "P": dtype, "G": dtype}
             constants |= {"S": state, "BLOCK": 1024, "AT_RANDOM": at_random}
             tensors = list(POINTERS) if sums else []
-            compile_kernel(step_units, constants, tensors, 4, 80 if sums else 64)
+            for decays in (False, True) if sums else (False,):
+                own = constants | {"DECAYS": decays}
+                compile_kernel(step_units, own, tensors, 4, 80 if sums else 64)
 
 
 if __name__ == "__main__":

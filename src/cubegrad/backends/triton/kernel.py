@@ -79,12 +79,12 @@ def _update_madgrad(
     p_at, g_at, s_at, v_at, x0_at, left, weight, momentum, shrink, eps, decay, sign,
     agreement, product, roots, place, first, length, spacing,
     CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One block of MADGRAD; `weight` is λ_k, CENTRED: x_0 is kept.
 
     WHOLE: all of the block lies inside the tensor, and on 16-byte boundaries. Returns the three
-    sums with this block added, if SUMS.
+    sums with this block added, if SUMS. DECAYS: `decay` is not 0.
     """
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
@@ -109,9 +109,9 @@ def _update_madgrad(
     if SUMS:
         # A coordinate whose ν is no longer finite is left out.
         finite = root < float("inf") if WHOLE else mask & (root < float("inf"))
-        # Decay counts only where it makes the product smaller.
-        counted = tl.where(p * away < 0, g, loss_g)
-        agreement += _pieces(counted * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
+        if DECAYS:  # which counts only where it makes the product smaller
+            loss_g = tl.where(p * away < 0, g, loss_g)
+        agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
         product += _pieces(s * u, finite, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
         roots += _pieces(root, finite, BLOCK)  # ∛ν_{k+1}
     if CENTRED:
@@ -161,12 +161,13 @@ def _update(
     agreement, product, roots, place, first, length, spacing,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):  # fmt: skip
     if METHOD == "madgrad":
         agreement, product, roots = _update_madgrad(
             p_at, g_at, a_at, b_at, c_at, left, weight, momentum, shrink, eps, decay, sign,
             agreement, product, roots, place, first, length, spacing,
-            CENTRED, P, G, S, BLOCK, WHOLE, SUMS,
+            CENTRED, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
         )  # fmt: skip
     else:
         _update_mirror(
@@ -228,13 +229,13 @@ def step_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
     `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
-    are rounded at random.
+    are rounded at random. DECAYS: the sums are wanted, and `decay` is not 0.
     """
     eps, decay, sign = number(eps, S), number(decay, S), number(sign, S)
     lr = number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
@@ -261,14 +262,14 @@ def step_units(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    METHOD, CENTRED, P, G, S, BLOCK, True, sums is not None,
+                    METHOD, CENTRED, P, G, S, BLOCK, True, sums is not None, DECAYS,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    METHOD, CENTRED, P, G, S, BLOCK, False, sums is not None,
+                    METHOD, CENTRED, P, G, S, BLOCK, False, sums is not None, DECAYS,
                 )  # fmt: skip
             left -= BLOCK
             if AT_RANDOM:

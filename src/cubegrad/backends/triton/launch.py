@@ -155,11 +155,14 @@ class Launch:
         integers = UNPACK_INTEGERS(doubles)
         variant = tuple(int(tensor is None) for tensor in tensors)
         constants = self.plan.constants
+        own: tuple[int, ...]
         if self.plan.kernel is step_coded_units:
             low_bit = isinstance(h.momentum, Tensor) or h.momentum != 0
             has_offset = constants[1]
             own = int(low_bit and has_offset), _is_plain(h), h.eps < SMALL_EPS
-            variant, constants = own + variant, constants + own
+        else:  # where decay has no part in the sums, all registers suffice
+            own = (h.sums is not None and h.weight_decay != 0,)
+        variant, constants = own + variant, constants + own
         arguments = (self.rows, table, *self.places, *integers, *tensors, *constants)
         kernel = self.kernels.get(variant)
         if kernel is not None:
