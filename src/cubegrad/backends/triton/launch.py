@@ -160,7 +160,7 @@ class Launch:
             low_bit = isinstance(h.momentum, Tensor) or h.momentum != 0
             has_offset = constants[1]
             own = int(low_bit and has_offset), _is_plain(h), h.eps < SMALL_EPS
-        else:  # where decay has no part in the sums, all registers suffice
+        else:  # with decay the sums need more registers than a thread has
             own = (h.sums is not None and h.weight_decay != 0,)
         variant, constants = own + variant, constants + own
         arguments = (self.rows, table, *self.places, *integers, *tensors, *constants)
