@@ -12,9 +12,10 @@ setting until none is better, so no best value is at an edge, unless that is six
 (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
 state in codes takes the setting of MADGRAD.
 
-Each problem has a folder in --out. Runs that are there or in --known are not repeated. With
---minutes no run is started that would probably not end in time; the same command goes on from
-there.
+Each problem has a folder in --out. Runs that are there or in --known are not repeated; of --known,
+`finetune` takes nothing, since each machine pretrains for itself, so those runs began with other
+weights. With --minutes no run is started that would probably not end in time; the same command
+goes on from there.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from cubegrad.study.statistics import Setting
 
 SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
 COMPACT = "madgrad-compact"
+PRETRAINED = ("finetune",)  # problems whose runs of two machines cannot be compared
 
 
 class Trial(NamedTuple):
@@ -216,7 +218,7 @@ def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
         for trial, one in wanted(options, done):
             if one.key in done:
                 continue
-            if one.key in elsewhere:
+            if one.key in elsewhere and one.problem not in PRETRAINED:
                 runs.append(elsewhere[one.key])
                 copied = True
             else:

@@ -168,6 +168,20 @@ def test_it_runs_a_problem_and_resumes(runs, tmp_path, monkeypatch, capsys):
     assert {key for key, one in found.items() if one.settings.seed} <= taken.keys()
 
 
+def test_runs_from_weights_of_another_machine_are_not_taken_over(runs, tmp_path):
+    for problem in ("imagenet", "finetune"):
+        plan = runs.plan_of(runs.Trial(problem, 1), runs.parse(["--preset", "gpu"]))
+        entry = methods.entry("sgd", plan.preset)
+        first = runs.search(plan, entry, {})[0]
+        known, out = (tmp_path / name for name in (f"known-{problem}", problem))
+        runs.Folders(known).append(record(first[0], 50.0))
+        options = ["--preset", "gpu", "--problems", problem, "--methods", "sgd"]
+        options += ["--known", str(known), "--out", str(out)]
+        runs.jobs(runs.parse(options), runs.Folders(out))
+        taken = runs.Folders(out).load()[0].keys()
+        assert taken == ({first[0].key} if problem == "imagenet" else set())
+
+
 def test_an_unknown_problem_is_refused(runs):
     options = runs.parse(["--preset", "gpu", "--problems", "imagnet,digits"])
     with pytest.raises(StudyError, match="--problems imagnet: use some of imagenet,digits"):
