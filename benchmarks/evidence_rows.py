@@ -137,7 +137,7 @@ def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str
     return gaps
 
 
-Group = tuple[str, str, int, int, str, str]
+Group = tuple[str, str, int, int, str, str, str]
 
 
 def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
@@ -149,7 +149,9 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
     for folder, records in folders.items():
         for record in records:
             s = record.settings
-            group = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options)
+            # Fine-tuning from other weights is another comparison.
+            start = str(record.machine.get("start"))
+            group = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options, start)
             groups[group][folder].append(record)
     chosen: dict[str, Comparison] = {}
     left_out = []

@@ -77,6 +77,14 @@ def test_unfinished_searches_are_no_results(rows, tmp_path):
     assert list(rows.load(tmp_path)) == ["bookwiki"]
 
 
+def test_runs_from_other_weights_are_another_comparison(rows):
+    other = [replace(one, machine={**one.machine, "start": "ab"}) for one in own_folder()]
+    lower = [replace(one, curve={**one.curve, "loss": [0.0, 0.0]}) for one in other]
+    found, left_out = rows.comparisons({"bookwiki": own_folder() + lower})
+    assert by_label(found)["MADGRAD"].summary.final["loss"].mean in (0.0, pytest.approx(2.02))
+    assert len(left_out) == 1
+
+
 def test_a_row_is_the_mean_of_the_seeds_that_the_search_did_not_use(rows):
     found, left_out = rows.comparisons({"bookwiki": own_folder()})
     assert left_out == []

@@ -105,6 +105,11 @@ def test_the_weights_are_those_of_a_run_on_the_novels(small):
     task = finetune.build(setup)
     other = finetune.build(replace(setup, seed=6))
     assert all(map(torch.equal, task.model.parameters(), other.model.parameters()))
+    assert len(task.start) == 16
+    assert task.start == other.start
+    changed = {name: weights.clone() for name, weights in task.model.state_dict().items()}
+    changed["roberta.embeddings.word_embeddings.weight"] *= 1 + 1e-6
+    assert finetune.checksum(task.model.state_dict()) == task.start != finetune.checksum(changed)
     fresh = bookwiki.network(dict(setup.preset.options), 300)
     sets, vocabulary = bookwiki.parts(setup.data, "novels", 300, 32, False, CPU)
     losses = []

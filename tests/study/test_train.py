@@ -111,6 +111,21 @@ def test_a_task_may_have_its_own_step_and_state(tmp_path: Path) -> None:
     assert (counters[-1].count, curve_text(again)) == (16, curve_text(whole))
 
 
+def test_a_record_says_which_weights_its_run_began_with(tmp_path: Path) -> None:
+    def problem_from(start: str) -> Problem:
+        def build(setup):
+            return replace(toy_problem.build(setup), start=start)
+
+        return replace(toy_problem.problem(), build=build)
+
+    assert "start" not in run(toy_problem.problem(), SETTINGS, PLACE).machine
+    checkpoint = tmp_path / "one.pt"
+    run(problem_from("first"), SETTINGS, PLACE, checkpoint, until=2)
+    resumed = run(problem_from("second"), SETTINGS, PLACE, checkpoint)
+    assert (resumed.status, resumed.machine["start"]) == ("finished", "first")
+    assert run(problem_from("second"), SETTINGS, PLACE).machine["start"] == "second"
+
+
 @pytest.mark.parametrize(
     ("cost", "every", "saves"),
     [

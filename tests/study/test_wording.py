@@ -107,6 +107,20 @@ def test_uncommitted_changes_are_named() -> None:
     assert "; commit abc with uncommitted changes and abc; " in wording.origin(records)
 
 
+def test_runs_from_different_weights_are_named() -> None:
+    def note_of(*starts: str | None) -> list[str]:
+        records = [
+            replace(record, machine={**record.machine, "start": start})
+            for record, start in zip(CIFAR10_RECORDS, starts * 50, strict=False)
+        ]
+        (experiment,) = report.experiments(records)
+        return [line for line in wording.notes(experiment) if "sets of weights" in line]
+
+    (note,) = note_of("aa", "bb", None)
+    assert "2 different sets of weights (aa, bb)" in note
+    assert note_of("aa") == note_of("aa", None) == note_of(None) == []
+
+
 def test_a_result_of_one_seed_says_so() -> None:
     (summary,) = experiment_of({"sgd": [90.0]}).summaries
     assert wording.caveats(summary) == ["one seed, so no error is known"]

@@ -139,6 +139,9 @@ class Task:
     step: Callable[[Optimizer, Any], Tensor] | None = None
     # Further state of `step`, such as a GradScaler, by name; saved in checkpoints.
     keeps: Mapping[str, Any] = field(default_factory=dict)
+    # A checksum of the weights that a run begins with, if the seed does not make them. Runs that
+    # began with others cannot be compared, and a report says so.
+    start: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class _Run:
     curve: dict[str, list[float | None]]
     seconds: float = 0.0
     epoch: int = 0
+    start: str = ""  # that of the task which began the run
 
     def save(self, path: Path, settings: Settings) -> None:
         state = {
@@ -51,6 +52,7 @@ class _Run:
             "model": self.task.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "keeps": {name: kept.state_dict() for name, kept in self.task.keeps.items()},
+            "start": self.start,
         }
         checkpoints.save(path, state)
 
@@ -71,6 +73,7 @@ class _Run:
                 f"{path} is of another model of this name; delete it, or use another --out"
             ) from error
         self.curve, self.seconds, self.epoch = state["curve"], state["seconds"], state["epoch"]
+        self.start = state.get("start", "")
 
 
 def run(
@@ -89,7 +92,7 @@ def run(
     """
     task, optimizer = _prepare(problem, settings, place)
     schedule = schedules.parse(settings.schedule, settings.epochs, task.steps_per_epoch)
-    state = _Run(task, optimizer, {"train_loss": []})
+    state = _Run(task, optimizer, {"train_loss": []}, start=task.start)
     if checkpoint is not None:
         state.load(checkpoint, settings)
     end = min(until or settings.epochs, settings.epochs)
@@ -121,6 +124,8 @@ def run(
     log.end(status)
     seconds = round(state.seconds, 3)
     where = machine(torch.device(settings.device))
+    if state.start:
+        where["start"] = state.start
     return Record(settings, status, state.curve, seconds, about(problem), where)
 
 

@@ -191,6 +191,12 @@ def notes(experiment: Experiment) -> list[str]:
             "Runs stopped early had fallen behind in training loss (--search halving). The choice "
             "is among the others, so a setting that starts slowly may have been missed."
         )
+    starts = _all(experiment.records, "start")
+    if len(starts) > 1:
+        lines.append(
+            f"These runs began with {len(starts)} different sets of weights ({', '.join(starts)}): "
+            "methods that did not begin with the same ones cannot be compared."
+        )
     if experiment.paper:
         p = experiment.paper
         lines.append(

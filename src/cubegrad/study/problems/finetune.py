@@ -8,13 +8,14 @@ the user's; or a model of the user's, masked or causal. Updates, loss and evalua
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 from tqdm import tqdm
 
 from cubegrad.study import checkpoints, train
@@ -149,9 +150,19 @@ def build(setup: Setup) -> Task:
     else:
         model = bookwiki.network(dict(options), vocabulary)
         model.load_state_dict(pretrained(setup))
+    start = checksum(model.state_dict())
     if "lora_rank" in options:
         add_low_rank(model, options["lora_rank"], Generator().manual_seed(setup.seed))
-    return bookwiki.task(setup, sets, vocabulary, model.to(setup.device))
+    return replace(bookwiki.task(setup, sets, vocabulary, model.to(setup.device)), start=start)
+
+
+def checksum(weights: Mapping[str, Tensor]) -> str:
+    """Of a thousand elements of each tensor or so, which tell one pretraining from another."""
+    found = hashlib.sha256()
+    for name, tensor in weights.items():
+        some = tensor.flatten()[:: max(tensor.numel() // 1000, 1)]
+        found.update(name.encode() + some.double().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def check_data(setup: Setup) -> None:
