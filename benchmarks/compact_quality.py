@@ -99,10 +99,19 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Trial, Settings]]:
 
 
 def known(folder: Path, but: Sequence[str]) -> dict[str, Record]:
-    """Records of docs/results, by key, but those of some folders."""
+    """Records of docs/results, by key, that runs of this machine can be compared with.
+
+    Not those of the folders `but`, nor of fine-tuning: each machine pretrains for itself, so those
+    runs began with other weights.
+    """
     files = [file.parent for file in folder.glob("*/records.jsonl")]
     found = [Runs(one).load()[0] for one in files if one.name not in but]
-    return {key: record for records in found for key, record in records.items()}
+    return {
+        key: record
+        for records in found
+        for key, record in records.items()
+        if record.settings.problem != "finetune"
+    }
 
 
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:

@@ -12,10 +12,9 @@ setting until none is better, so no best value is at an edge, unless that is six
 (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
 state in codes takes the setting of MADGRAD.
 
-Each problem has a folder in --out. Runs that are there or in --known are not repeated; of --known,
-`finetune` takes nothing, since each machine pretrains for itself, so those runs began with other
-weights. With --minutes no run is started that would probably not end in time; the same command
-goes on from there.
+Each problem has a folder in --out. Runs that are there or in --known are not repeated, but for
+those of `finetune` in --known. With --minutes no run is started that would probably not end in
+time; the same command goes on from there.
 """
 
 import argparse
@@ -39,7 +38,6 @@ from cubegrad.study.statistics import Setting
 
 SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
 COMPACT = "madgrad-compact"
-PRETRAINED = ("finetune",)  # problems whose runs of two machines cannot be compared
 
 
 class Trial(NamedTuple):
@@ -154,12 +152,12 @@ def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record
 
 def _best_at_another_length(plan: Plan, entry: Entry, records: Iterable[Record]) -> Setting | None:
     """That of the method's runs with seed 0, of the longest if they have several lengths."""
+    like = (plan.problem.name, plan.preset_name, plan.device, entry.method, False, 0)
     by_length: dict[int, dict[Setting, list[Record]]] = {}
     for record in records:
         one = record.settings
-        known = (one.problem, one.preset, one.device, one.method, one.hold_out, one.seed)
-        same = (plan.problem.name, plan.preset_name, plan.device, entry.method, False, 0)
-        if known == same and one.epochs != plan.preset.epochs:
+        its = (one.problem, one.preset, one.device, one.method, one.hold_out, one.seed)
+        if its == like and one.epochs != plan.preset.epochs:
             by_length.setdefault(one.epochs, {})[one.lr, one.decay] = [record]
     return statistics.best(by_length[max(by_length)], plan.judge) if by_length else None
 
@@ -218,7 +216,7 @@ def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
         for trial, one in wanted(options, done):
             if one.key in done:
                 continue
-            if one.key in elsewhere and one.problem not in PRETRAINED:
+            if one.key in elsewhere:
                 runs.append(elsewhere[one.key])
                 copied = True
             else:

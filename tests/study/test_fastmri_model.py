@@ -183,10 +183,15 @@ def test_data_consistency_steps_down_the_misfit():
     torch.testing.assert_close(cascade.strength.grad, by_hand.view(1))
 
 
-def gradients(model, image):
-    """Of a sum in which every pixel has another weight."""
-    weights = torch.arange(image.numel(), dtype=image.dtype).cos().view_as(image)
-    return torch.autograd.grad((weights * image).sum(), list(model.parameters()))
+def assert_alike(model, found, expected):
+    """The images, and the gradients of a sum in which every pixel has another weight."""
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    weights = torch.arange(found.numel(), dtype=found.dtype).cos().view_as(found)
+    slopes = [
+        torch.autograd.grad((weights * image).sum(), list(model.parameters()))
+        for image in (found, expected)
+    ]
+    torch.testing.assert_close(*slopes, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("shape", [(16, 12), (15, 13), (16, 13), (9, 16)])
@@ -198,10 +203,7 @@ def test_cascades_without_shifts_are_those_with_centred_transforms(shape):
             cascade.strength.fill_(strength)
     lines = kspace.measured(shape[1], 4, 4, 1)
     some = random_complex(2, 3, *shape).to(torch.complex128) * lines
-    found, expected = model(some, lines, 4), reconstruct(model, some, lines, 4)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert_alike(model, model(some, lines, 4), reconstruct(model, some, lines, 4))
 
 
 @pytest.mark.compilation
@@ -211,10 +213,7 @@ def test_compiled_unets_are_the_plain_ones():
     model = VarNet(3, 2, 1, 2, 1).double()
     lines = kspace.measured(10, 4, 4, 1)
     some = random_complex(2, 2, 9, 10).to(torch.complex128) * lines
-    expected, found = model(some, lines, 4), model(some, lines, 4, run=compiled(run_unet))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert_alike(model, model(some, lines, 4, run=compiled(run_unet)), model(some, lines, 4))
 
 
 @pytest.mark.compilation

@@ -70,7 +70,8 @@ class Record:
     curve: dict[str, list[float | None]]
     seconds: float
     about: dict[str, Any] = field(default_factory=dict)  # the problem's metric, unit, description
-    machine: dict[str, Any] = field(default_factory=dict)  # kind, versions, commit, date
+    # Kind, versions, commit, date; "start": the task's, if it has one.
+    machine: dict[str, Any] = field(default_factory=dict)
 
     @property
     def diverged(self) -> bool:

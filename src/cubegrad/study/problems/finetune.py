@@ -178,7 +178,7 @@ def check_data(setup: Setup) -> None:
 
 
 METHODS = ("madgrad", "madgrad-auto", "adamw")
-# Around the best at `cpu` (docs/problems/finetune.md); the others are guesses, which widen.
+# Around the best at `cpu` and `gpu`; AdaGrad's at `gpu` and the others are guesses, which widen.
 RATES = {
     "cpu": {"madgrad": (1e-2, 5e-2), "adamw": (5e-3, 2.5e-2), "adagrad": (1e-2, 5e-2)},
     "cpu-lora": {"madgrad": (5e-3, 2.5e-2), "adamw": (5e-3, 2.5e-2)},
