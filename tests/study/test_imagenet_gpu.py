@@ -41,7 +41,7 @@ def test_a_run_learns(images, monkeypatch, options):
     assert record.curve["accuracy"][-1] > 70
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_code_has_the_same_loss_and_gradients(images):
     tasks = [
         imagenet.build(setup_of(problem, images, device=torch.device("cuda")))

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from killed import killed_and_resumed
+from pretend_cuda import pretend_cuda
 from small_runs import CPU, needs_gpu, settings_of, setup_of
 from small_translation import small_problem, write_parts
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import cubegrad
 from cubegrad.study import Setup, StudyError, methods, schedules
 from cubegrad.study.data.subwords import END, PAD
 from cubegrad.study.data.translation import Batch
@@ -107,6 +109,31 @@ def test_the_training_loss_is_in_bits_and_gradients_are_clipped(data):
     task.step(optimizer, batch)
     norm = torch.stack([p.grad.norm() for p in task.model.parameters()]).norm()
     assert norm.item() == pytest.approx(25, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=needs_gpu)])
+def test_a_graphed_step_is_a_plain_one(data, monkeypatch, device):
+    """Two passes over all batches, in other orders: a graph of each, all with one gradient."""
+    tasks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tasks.append(iwslt14.build(setup_of(small_problem(dropout=0.0), data, device=device)))
+    plain, graphed = tasks
+    optimizers = [cubegrad.MADGRAD(task.model.parameters(), lr=1e-2) for task in tasks]
+    captures = pretend_cuda(monkeypatch, graphed.model) if device == CPU else []
+    steps = [iwslt14.make_step(plain.model), iwslt14.make_step(graphed.model, graphed=True)]
+    seen = set()
+    for epoch in range(6):
+        for pair in zip(plain.batches(epoch), graphed.batches(epoch), strict=True):
+            seen.add(id(pair[0]))
+            expected, found = (
+                step(optimizer, batch).item()
+                for step, optimizer, batch in zip(steps, optimizers, pair, strict=True)
+            )
+            assert found == pytest.approx(expected, rel=1e-6 if device == CPU else 1e-2)
+    assert 2 * len(seen) < 6 * plain.steps_per_epoch
+    if device == CPU:
+        assert len(captures) == len(seen)
 
 
 class Memorised(nn.Module):

@@ -14,14 +14,17 @@ class PretendGraph:
     def replay(self):
         self.again()
 
+    def pool(self):
+        return id(self), 0
+
 
 def pretend_cuda(monkeypatch, model):
     """Replace CUDA's graphs by PretendGraphs; returns the list of those captured from now on."""
     captures = []
-    begin = graphs.Captured.__init__
+    begin, fork_rng = graphs.Captured.__init__, torch.random.fork_rng
 
-    def capture(self, model, loss, batch):
-        begin(self, model, loss, batch)
+    def capture(self, model, loss, batch, first=None):
+        begin(self, model, loss, batch, first)
 
         def again():
             value = loss(model, *self.batch)
@@ -32,8 +35,9 @@ def pretend_cuda(monkeypatch, model):
         self.graph.again = again
 
     @contextmanager
-    def graph(made, stream):
+    def graph(made, pool, stream):
         assert stream is not None
+        assert (pool is None) == (not captures)
         # Each replay would add to gradients that were there before.
         assert all(param.grad is None for param in model.parameters())
         kept = [buffer.clone() for buffer in model.buffers()]
@@ -49,6 +53,8 @@ def pretend_cuda(monkeypatch, model):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: fork_rng([]))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", graph)
     return captures

@@ -5,6 +5,7 @@ Without it a step launches a thousand kernels, each shorter than the launch of t
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,39 +36,62 @@ class GraphedStep:
         count = len(batch[0])
         if count not in self.captured:
             loss = self.loss if count == self.full else self.rest
-            self.captured[count] = Captured(self.model, loss, batch)
+            self.captured[count] = Captured(self.model, loss, batch, self.first)
         value = self.captured[count].replay(batch)
         optimizer.step()
         return value
 
+    @property
+    def first(self) -> "Captured | None":
+        return next(iter(self.captured.values()), None)
+
 
 class Captured:
-    """The graph for batches of one shape. A replay leaves the gradients in the parameters."""
+    """The graph for batches of one shape. A replay leaves the gradients in the parameters.
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> None:
+    It shares memory and gradients with `first`, an earlier graph of the model, if there is one; so
+    one of the two must not replay beside the other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batch: Sequence[Tensor],
+        first: "Captured | None" = None,
+    ) -> None:
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.batch = [tensor.clone() for tensor in batch]
         self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        pool = first.graph.pool() if first else None
+        # The same stream too, as the memory of a warm-up stays with its stream.
+        stream: Any = first.stream if first else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream: Any = stream
         stream.wait_stream(torch.cuda.current_stream())
         benchmark = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
         try:
-            with torch.cuda.stream(stream):
-                self._warm_up(model, loss)
-            with torch.cuda.graph(self.graph, stream=stream):
+            # Dropout then does not depend on when a graph is captured.
+            with torch.cuda.stream(stream), torch.random.fork_rng([torch.cuda.current_device()]):
+                self._warm_up(model, loss, 1 if first else WARM_UP)
+            with torch.cuda.graph(self.graph, pool, stream):
                 self.loss = loss(model, *self.batch)
                 self.loss.backward()  # type: ignore[no-untyped-call]
+                self.grads = [param.grad for param in self.params]
+                if first:
+                    torch._foreach_copy_(first.grads, self.grads)  # type: ignore[arg-type]
         finally:
             torch.backends.cudnn.benchmark = benchmark
         self.loss = self.loss.detach()
-        self.grads = [param.grad for param in self.params]
+        if first:
+            self.grads = first.grads  # so that the memory of its own is free for the next graph
+        self._drop_gradients()
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _warm_up(self, model: nn.Module, loss: Loss) -> None:
+    def _warm_up(self, model: nn.Module, loss: Loss, steps: int) -> None:
         """Run steps without lasting effect: buffers are restored, gradients dropped."""
         kept = [buffer.clone() for buffer in model.buffers()]
-        for _ in range(WARM_UP):
+        for _ in range(steps):
             self._drop_gradients()
             loss(model, *self.batch).backward()  # type: ignore[no-untyped-call]
         self._drop_gradients()  # so that the graph writes gradients instead of adding to them
@@ -82,7 +106,7 @@ class Captured:
         for own, given in zip(self.batch, batch, strict=True):
             own.copy_(given)
         self.graph.replay()
-        if self.params[0].grad is not self.grads[0]:  # the last replay was of another shape
+        if self.params[0].grad is not self.grads[0]:  # the first replay, or after a plain step
             for param, grad in zip(self.params, self.grads, strict=True):
                 param.grad = grad
         return self.loss.clone()

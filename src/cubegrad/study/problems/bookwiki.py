@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from cubegrad.study.data import plain_text, tokens
 from cubegrad.study.data.masking import IGNORED, Blocks, Masked, block_indices, combined_seed
 from cubegrad.study.data.tokens import BEGIN, PAD
-from cubegrad.study.graphs import Captured
+from cubegrad.study.graphs import Captured, Loss, compiled
 from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task, optional
 
 TEST_SEED = 20_210_126  # of the masks for test and validation, the same for all runs
@@ -83,11 +83,12 @@ def mean_loss(model: nn.Module, *tensors: Tensor) -> Tensor:
 
 
 def make_step(
-    model: nn.Module, at_once: int, clip: float, graphed: bool = False
+    model: nn.Module, at_once: int, clip: float, graphed: Loss | None = None
 ) -> Callable[[Optimizer, Masked], Tensor]:
     """`Task.step`: the clipped gradient of the mean over all predictions of the update.
 
-    With `graphed` it is one CUDA graph, for updates of at most `at_once` blocks.
+    With `graphed`, which is `mean_loss` or its compiled form, it is one CUDA graph, for updates of
+    at most `at_once` blocks.
     """
     params = list(model.parameters())
     captured: Captured | None = None
@@ -105,7 +106,7 @@ def make_step(
     def step(optimizer: Optimizer, update: Masked) -> Tensor:
         nonlocal captured
         if graphed:
-            captured = captured or Captured(model, mean_loss, update)
+            captured = captured or Captured(model, graphed, update)
             total = captured.replay(update)
         else:
             total = in_pieces(optimizer, update)
@@ -175,7 +176,8 @@ def task(
         return metrics(model, test_blocks(part), vocabulary)
 
     own = hasattr(model, "predict")  # few models of users allow a graph
-    graphed = device.type == "cuda" and batch <= options["at_once"] and not own
+    at_once = device.type == "cuda" and batch <= options["at_once"] and not own
+    graphed = compiled(mean_loss) if at_once else None
     step = make_step(model, options["at_once"], options["clip"], graphed)
     return Task(
         model, batches, lambda model, update: mean_loss(model, *update), evaluate, updates, step

@@ -26,6 +26,7 @@ from cubegrad.study.data.translation import (
     by_length,
     prepared,
 )
+from cubegrad.study.graphs import Captured
 from cubegrad.study.models.lstm_attention import Translator
 from cubegrad.study.problem import (
     OWN_DECAYS,
@@ -62,13 +63,32 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return losses(model, batch)[0] / (batch.target != PAD).sum()
 
 
-def make_step(model: nn.Module) -> Callable[[Optimizer, Batch], Tensor]:
-    """`Task.step`, with clipping. As in fairseq, gradients are of nats and the loss is in bits."""
+def loss_of_tensors(model: nn.Module, *tensors: Tensor) -> Tensor:
+    return mean_loss(model, Batch(*tensors))
+
+
+def make_step(model: nn.Module, graphed: bool = False) -> Callable[[Optimizer, Batch], Tensor]:
+    """`Task.step`, with clipping. As in fairseq, gradients are of nats and the loss is in bits.
+
+    With `graphed` each batch is a CUDA graph, as its sentences have their own lengths: batches must
+    be the same objects in each pass over them.
+    """
+    graphs: dict[int, tuple[Batch, Captured]] = {}  # with the batch, so that its id stays its own
+
+    def replay(batch: Batch) -> Tensor:
+        if id(batch) not in graphs:
+            first = next(iter(graphs.values()), None)
+            captured = Captured(model, loss_of_tensors, batch, first[1] if first else None)
+            graphs[id(batch)] = batch, captured
+        return graphs[id(batch)][1].replay(batch)
 
     def step(optimizer: Optimizer, batch: Batch) -> Tensor:
-        optimizer.zero_grad()
-        loss = mean_loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if graphed:
+            loss = replay(batch)
+        else:
+            optimizer.zero_grad()
+            loss = mean_loss(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         return loss.detach() / BIT
@@ -170,7 +190,8 @@ def build(setup: Setup) -> Task:
         examples, bleu = examples_of(split)
         return {**metrics(model, examples), **bleu(model)}
 
-    return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=make_step(model))
+    step = make_step(model, graphed=setup.device.type == "cuda")
+    return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=step)
 
 
 def _longest(part: Part) -> int:
@@ -220,7 +241,7 @@ def _gpu() -> Preset:
         schedule="inverse-sqrt:400",
         methods=Preset.methods,
         seeds=3,
-        decays=(0.0,),
+        decays=(0.0, 1e-5),
         own_decays=OWN_DECAYS,
         lrs={
             "madgrad": (2.5e-2, 2.5e-1),
