@@ -1,9 +1,13 @@
-"""Runs that share one device: each as soon as a process and its data are there, none too late."""
+"""Runs that share one device: each as soon as a process and its data are there, none too late.
+
+Problems take turns, so that those which keep the GPU busy run beside those which do not.
+"""
 
 import argparse
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
@@ -17,17 +21,16 @@ from cubegrad.study.processes import die_with_parent, no_interrupts
 from cubegrad.study.progress import duration
 from cubegrad.study.records import Record, Runs, Settings
 
-FOLDERS = {  # which a problem's data is in; its runs wait for it
-    "cifar10": "cifar-10-batches-bin",
-    "imagenet": "imagenet",
-    "fastmri": "mr-slices",
-    "iwslt14": "tatoeba",
-    "bookwiki": "novels",
-    "finetune": "wikitext-2",
+FOLDERS = {  # which a problem's data is in; its runs wait for them
+    "cifar10": ("cifar-10-batches-bin",),
+    "imagenet": ("imagenet",),
+    "fastmri": ("mr-slices",),
+    "iwslt14": ("tatoeba",),
+    "bookwiki": ("novels",),
+    "finetune": ("novels", "wikitext-2"),
 }
-# What makes the files that all runs of a problem share, how long it takes, and what comes first, if
-# that is to be made too.
-SHARED = {"bookwiki": ("tokens", 60, ""), "finetune": ("pretraining", 120, "tokens")}
+COMPILED = ("cifar10", "imagenet", "fastmri")  # on a GPU; so are those with other shared files
+LATER = 1.1  # runs may take this many times as long as the last one of their problem
 
 
 class HasProblem(Protocol):
@@ -43,9 +46,14 @@ class Job(NamedTuple):
 
     name: str
     call: Callable[[], Record | None]
-    seconds: float
+    seconds: float  # expected, if no run of its kind has ended yet
+    kind: str = ""  # of problem
     after: str = ""  # the name of the job whose files it reads
-    folder: Path | None = None  # without which it cannot run
+    folders: tuple[Path, ...] = ()  # without which it cannot run
+
+    @property
+    def has_data(self) -> bool:
+        return all(folder.exists() for folder in self.folders)
 
 
 class Wanted(NamedTuple):
@@ -67,33 +75,46 @@ def chosen(trials: Sequence[Trial], problems: str | None) -> list[Trial]:
 
 def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
     """Runs as jobs, after those that make the files which they share."""
-    place, todo, first = train.Place(data, save_every=60.0), [], dict[str, Job]()
+    place, todo, first = train.Place(data, save_every=60.0), list[Job](), dict[str, Job]()
     for problem, one, seconds in wanted:
         call = partial(_train, problem, one, place, runs.checkpoint(one))
         setting = f"lr {one.lr:g} decay {one.decay:g} seed {one.seed}"
         name = f"{one.problem} {one.method}@{one.schedule} {setting}"
-        folder = data / FOLDERS[one.problem] if one.problem in FOLDERS else None
-        shared, longest, before = SHARED.get(problem, ("", 0, ""))
-        if shared:
-            make = partial(_prepare, problem, data, one.preset, one.device)
-            first[shared] = Job(shared, make, longest, before, data / "novels")
-        todo.append(Job(name, call, seconds, shared, folder))
+        folders = tuple(data / folder for folder in FOLDERS.get(one.problem, ()))
+        shared, longest, before = _shared(one)
+        if shared and shared not in first:
+            prepare = partial(_prepare, problem, one, place)
+            first[shared] = Job(shared, prepare, longest, problem, before, folders)
+        todo.append(Job(name, call, seconds, problem, shared, folders))
     return [*first.values(), *todo]
+
+
+def _shared(one: Settings) -> tuple[str, float, str]:
+    """What a first job makes for all runs of a problem, how long it takes, and what comes first."""
+    if one.problem == "bookwiki":
+        return "tokens", 60, ""
+    if one.problem == "finetune":
+        return "pretraining", 120, "tokens"
+    compiles = one.device == "cuda" and one.problem in COMPILED
+    return (f"compiled code of {one.problem}", 60, "") if compiles else ("", 0, "")
 
 
 def _train(problem: str, one: Settings, place: train.Place, checkpoint: Path) -> Record:
     return train.run(catalogue.find(problem), one, place, checkpoint)
 
 
-def _prepare(problem: str, data: Path, preset: str, device: str) -> None:
-    """Makes the files that the runs share: tokens, and pretrained weights for `finetune`."""
-    found = catalogue.find(problem)
-    assert found.check_data is not None
-    found.check_data(Setup(found.presets[preset], 0, torch.device(device), data))
+def _prepare(problem: str, one: Settings, place: train.Place) -> None:
+    """Makes what the runs share: tokens, pretrained weights, and on a GPU the compiler's cache."""
+    found, device = catalogue.find(problem), torch.device(one.device)
+    if found.check_data is not None:
+        found.check_data(Setup(found.presets[one.preset], 0, device, place.data))
+    if one.device == "cuda":
+        train.seconds_per_epoch(found, one, place)
 
 
 class Schedule:
-    """Runs jobs in their order, each as soon as a process and its data are there.
+    """Runs jobs, each as soon as a process and its data are there: next one of the kind of which
+    the fewest are running, and of a kind in their order.
 
     `plan` is asked again after each run, as its result may decide what is to be run next.
     """
@@ -108,6 +129,7 @@ class Schedule:
         self.update()
         self.running: dict[Future[Record | None], tuple[Job, float]] = {}
         self.failed: list[str] = []
+        self.took: dict[str, float] = {}  # seconds, the last run of each kind
         # Not fork: CUDA does not survive it.
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(workers, context, die_with_parent)
@@ -124,20 +146,20 @@ class Schedule:
     def next(self) -> Job | None:
         open_names = {job.name for job in self.waiting}
         open_names |= {job.name for job, _ in self.running.values()}
-        for job in self.waiting:
-            here = job.folder is None or job.folder.exists()
-            if here and job.after not in open_names and self.fits(job):
+        running = Counter(job.kind for job, _ in self.running.values())
+        for job in sorted(self.waiting, key=lambda job: running[job.kind]):
+            if job.has_data and job.after not in open_names and self.fits(job):
                 return job
         return None
 
     def fits(self, job: Job) -> bool:
-        return self.gone() + job.seconds <= self.seconds
+        expected = LATER * self.took[job.kind] if job.kind in self.took else job.seconds
+        return self.gone() + expected <= self.seconds
 
     def data_may_come(self) -> bool:
         """Whether a run waits for its data only, which may still be unpacked."""
         return self.seconds < float("inf") and any(
-            job.folder is not None and not job.folder.exists() and self.fits(job)
-            for job in self.waiting
+            not job.has_data and self.fits(job) for job in self.waiting
         )
 
     def run(self) -> None:
@@ -163,7 +185,8 @@ class Schedule:
 
     def finish(self, future: Future[Record | None]) -> None:
         job, begun = self.running.pop(future)
-        took = duration(self.gone() - begun)
+        seconds = self.gone() - begun
+        took = duration(seconds)
         try:
             record = future.result()
         except Exception as error:  # the other runs go on
@@ -173,6 +196,7 @@ class Schedule:
             self.say(f"FAILED {job.name} after {took}: {type(error).__name__}: {error}")
             return
         if record is not None:
+            self.took[job.kind] = seconds
             self.runs.append(record)
             self.update()
         result = "" if record is None else f": {record.last(record.about['metric'])}"

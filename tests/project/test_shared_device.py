@@ -1,0 +1,89 @@
+"""Runs of several problems on one device: whose turn it is, and what still fits."""
+
+import importlib
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cubegrad.study import catalogue, methods
+from cubegrad.study.plan import Plan
+from cubegrad.study.records import Runs
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("shared_device")
+
+
+@pytest.fixture
+def schedule(shared, tmp_path, monkeypatch):
+    """A function that makes a Schedule whose pool runs nothing, and whose clock stands still."""
+    monkeypatch.setattr(shared, "ProcessPoolExecutor", lambda *_: None)
+
+    def make(jobs, seconds=float("inf")):
+        made = shared.Schedule(lambda: jobs, 8, seconds, Runs(tmp_path))
+        made.gone = lambda: 0.0
+        return made
+
+    return make
+
+
+def start(schedule):
+    """Start the next job, if there is one."""
+    job = schedule.next()
+    if job is not None:
+        schedule.waiting.remove(job)
+        schedule.running[Future()] = job, schedule.gone()
+    return job and job.name
+
+
+def test_problems_take_turns(schedule, shared):
+    of_two = [shared.Job(f"{kind}{count}", print, 1.0, kind) for kind in "ab" for count in range(3)]
+    made = schedule(of_two)
+    assert [start(made) for _ in range(7)] == ["a0", "b0", "a1", "b1", "a2", "b2", None]
+
+
+def test_a_problem_whose_data_is_missing_leaves_its_turn(schedule, shared, tmp_path):
+    jobs = [
+        shared.Job("a", print, 1.0, "a", folders=(tmp_path, tmp_path / "missing")),
+        shared.Job("b0", print, 1.0, "b"),
+        shared.Job("b1", print, 1.0, "b"),
+    ]
+    made = schedule(jobs)
+    assert start(made) == "b0"
+    (tmp_path / "missing").mkdir()
+    assert [start(made), start(made)] == ["a", "b1"]
+
+
+@pytest.mark.parametrize(("took", "fits"), [(80.0, True), (95.0, False)])
+def test_what_fits_is_told_by_the_last_run_of_its_kind(schedule, shared, took, fits):
+    made = schedule(
+        [shared.Job("a0", print, 1.0, "a"), shared.Job("a1", print, 1000.0, "a")], seconds=100.0
+    )
+    assert start(made) == "a0"
+    assert start(made) is None  # by the guess
+    (future,) = made.running
+    future.set_result(SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0))
+    made.runs = SimpleNamespace(append=lambda _: None)
+    made.begun.add("a0")
+    made.gone = lambda: took
+    made.finish(future)
+    made.gone = lambda: 0.0
+    assert start(made) == ("a1" if fits else None)
+
+
+def test_the_compiler_runs_once_before_the_runs_of_a_problem(shared, tmp_path):
+    problem = catalogue.find("cifar10")
+    for device, first in (("cuda", ["compiled code of cifar10"]), ("cpu", [])):
+        plan = Plan(problem, "gpu", problem.presets["gpu"], (), device)
+        entry = methods.entry("sgd", plan.preset)
+        runs = [plan.settings(entry, (lr, 0.0), 0, hold_out=False) for lr in (0.1, 1.0)]
+        wanted = [shared.Wanted("cifar10", one, 5.0) for one in runs]
+        made = shared.jobs(wanted, tmp_path, Runs(tmp_path))
+        assert [job.name for job in made[: len(first)]] == first
+        assert [job.after for job in made[len(first) :]] == 2 * (first or [""])
