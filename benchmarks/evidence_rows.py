@@ -121,15 +121,16 @@ def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str
 
     A record that was copied into another folder is no second run.
     """
-    runs: dict[Settings, list[float]] = defaultdict(list)
+    runs: dict[tuple[Settings, str], list[float]] = defaultdict(list)
     units = {}
     for record in (record for records in folders.values() for record in records):
         value = record.last(record.about["metric"])
         units[record.settings.problem] = record.about["unit"]
-        if value is not None and not record.cut and value not in runs[record.settings]:
-            runs[record.settings].append(value)
+        begun = runs[record.settings, start_of(record)]
+        if value is not None and not record.cut and value not in begun:
+            begun.append(value)
     gaps: dict[str, tuple[float, int, str]] = {}
-    for settings, values in runs.items():
+    for (settings, _), values in runs.items():
         if len(values) > 1:
             problem = settings.problem
             gap, n, unit = gaps.get(problem, (0.0, 0, units[problem]))
@@ -138,6 +139,11 @@ def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str
 
 
 Group = tuple[str, str, int, int, str, str, str]
+
+
+def start_of(record: Record) -> str:
+    """The weights it began with: fine-tuning from other weights is another comparison."""
+    return str(record.machine.get("start"))
 
 
 def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
@@ -149,9 +155,8 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
     for folder, records in folders.items():
         for record in records:
             s = record.settings
-            # Fine-tuning from other weights is another comparison.
-            start = str(record.machine.get("start"))
-            group = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options, start)
+            kind = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options)
+            group: Group = (*kind, start_of(record))
             groups[group][folder].append(record)
     chosen: dict[str, Comparison] = {}
     left_out = []
@@ -167,7 +172,9 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
         else:
             shorter, longer = sorted((one, other), key=_size)
             chosen[one.settings.problem] = longer
-            left_out.append(f"{shorter.name}: {longer.settings.epochs} epochs have more methods")
+            same_length = shorter.settings.epochs == longer.settings.epochs
+            place = "other weights" if same_length else f"{longer.settings.epochs} epochs"
+            left_out.append(f"{shorter.name}: {place} have more methods")
     order = [*TITLES, *sorted(chosen.keys() - TITLES.keys())]
     found = [chosen[problem] for problem in order if problem in chosen]
     return found, sorted([*left_out, *(line for one in found for line in one.left_out)])

@@ -15,7 +15,7 @@ from PIL import Image
 from pretend_cuda import pretend_cuda
 from small_mri import discs, write_slices
 
-from cubegrad.study import catalogue
+from cubegrad.study import StudyError, catalogue
 from cubegrad.study.data import cifar10 as data
 from cubegrad.study.grid import Grid
 from cubegrad.study.problems import cifar10
@@ -220,6 +220,20 @@ def test_the_grids_that_costs_count_have_three_rates(paper_cost):
         preset = catalogue.find(name).presets["paper"]
         for method in preset.methods:
             assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)
+
+
+def test_the_time_of_an_update(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import study_step
+
+    study_step.main(["digits", "--updates", "2", "--warm-up", "1"])
+    *_, row = capsys.readouterr().out.splitlines()
+    name, runs, plain = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == "digits"
+    assert 0 < float(runs) < 10_000
+    assert 0 < float(plain) < 10_000
+    with pytest.raises(StudyError, match="digits has no preset paper: use cpu"):
+        study_step.main(["digits", "--preset", "paper"])
 
 
 @pytest.mark.training

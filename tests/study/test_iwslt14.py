@@ -136,6 +136,12 @@ def test_a_graphed_step_is_a_plain_one(data, monkeypatch, device):
         assert len(captures) == len(seen)
 
 
+def test_graphs_are_captured_only_if_there_are_few_and_they_are_used_again():
+    assert iwslt14.pays_off(218, 2500)  # preset gpu
+    assert not iwslt14.pays_off(218, 800)
+    assert not iwslt14.pays_off(30_000, 10**6)  # a text of millions of sentences
+
+
 class Memorised(nn.Module):
     """Knows all translations; with `wrong`, the first of each batch is empty."""
 

@@ -42,6 +42,8 @@ from cubegrad.study.problem import (
 SMOOTHING = 0.1
 CLIP = 25.0  # fairseq's default when the paper was written
 BIT = math.log(2)  # nats
+MOST_GRAPHS = 1000  # each takes some 8 MB of the GPU's memory
+LEAST_REPLAYS = 4
 SOURCES = (
     "German-English sentences: IWSLT14 as fairseq's prepare-iwslt14.sh leaves it (paper), "
     "tatoeba/deu.txt of https://www.manythings.org/anki/deu-eng.zip (gpu, cpu), or your own"
@@ -65,6 +67,11 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def loss_of_tensors(model: nn.Module, *tensors: Tensor) -> Tensor:
     return mean_loss(model, Batch(*tensors))
+
+
+def pays_off(batches: int, updates: int) -> bool:
+    """Whether to capture a graph of each batch, which costs as much as some plain updates."""
+    return batches <= MOST_GRAPHS and updates >= LEAST_REPLAYS * batches
 
 
 def make_step(model: nn.Module, graphed: bool = False) -> Callable[[Optimizer, Batch], Tensor]:
@@ -190,7 +197,8 @@ def build(setup: Setup) -> Task:
         examples, bleu = examples_of(split)
         return {**metrics(model, examples), **bleu(model)}
 
-    step = make_step(model, graphed=setup.device.type == "cuda")
+    graphed = pays_off(len(all_batches), steps * setup.preset.epochs)
+    step = make_step(model, graphed and setup.device.type == "cuda")
     return Task(model, batches, mean_loss, evaluate, steps_per_epoch=steps, step=step)
 
 
