@@ -4,11 +4,11 @@
     ... --problems imagenet,digits --methods sgd,madgrad --workers 14 --minutes 25
     ... --table
 
-The learning rate of each method is searched with seed 0, and its decay where the preset has more
-than one. A search begins at the best setting of the method's runs of another length in --known, if
-there are any; else in the middle of the preset's learning rates, without decay if the preset has 0
-among its decays, else (and for AdamW) with the middle one. It goes on to the neighbours of the best
-setting until none is better, so no best value is at an edge, unless that is six values
+The learning rate of each method is searched with seed 0, and its decay where the preset or `TRIALS`
+has more than one. A search begins at the best setting of the method's runs of another length in
+--known, if there are any; else in the middle of the preset's learning rates, without decay if there
+is 0 among the decays, else (and for AdamW) with the middle one. It goes on to the neighbours of the
+best setting until none is better, so no best value is at an edge, unless that is six values
 (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
 state in codes takes the setting of MADGRAD.
 
@@ -47,18 +47,20 @@ class Trial(NamedTuple):
     seconds: float  # expected for a run, beside others
     epochs: int | None = None
     schedule: str | None = None
+    decays: tuple[float, ...] = ()  # of all methods but AdamW
     seeds: int = 3  # of the best setting
 
 
+DECAYS = (0.0, 1e-5)  # where the preset has none, as the paper's best is 0
 TRIALS = {
     "gpu": (
         Trial("imagenet", 200),
         Trial("digits", 10, seeds=10),
         Trial("finetune", 30),
         Trial("cifar10", 250, seeds=5),
-        Trial("iwslt14", 150, epochs=30),
-        Trial("bookwiki", 360, epochs=30, schedule="polynomial:3000"),
-        Trial("fastmri", 400),
+        Trial("iwslt14", 150, epochs=30, decays=DECAYS),
+        Trial("bookwiki", 150, epochs=30, schedule="polynomial:3000", decays=DECAYS),
+        Trial("fastmri", 150, decays=DECAYS),
     ),
     "cpu": (Trial("digits", 10),),
 }
@@ -95,7 +97,8 @@ class Folders(Runs):
 
 def plan_of(trial: Trial, options: argparse.Namespace) -> Plan:
     problem = catalogue.find(trial.problem)
-    changes = {"epochs": options.epochs or trial.epochs, "schedule": trial.schedule}
+    epochs = options.epochs or trial.epochs
+    changes = {"epochs": epochs, "schedule": trial.schedule, "decays": trial.decays}
     given = {name: value for name, value in changes.items() if value}
     preset = replace(problem.presets[options.preset], **given)
     return Plan(problem, options.preset, preset, (), "cpu" if options.preset == "cpu" else "cuda")

@@ -232,8 +232,8 @@ def test_the_time_of_an_update(monkeypatch, capsys):
     assert name == "digits"
     assert 0 < float(runs) < 10_000
     assert 0 < float(plain) < 10_000
-    with pytest.raises(StudyError, match="digits has no preset paper: use cpu"):
-        study_step.main(["digits", "--preset", "paper"])
+    with pytest.raises(StudyError, match="digits has no preset other: use cpu, gpu, paper"):
+        study_step.main(["digits", "--preset", "other"])
 
 
 @pytest.mark.training

@@ -64,7 +64,7 @@ def test_every_preset_can_be_recorded_and_has_ranges():
         assert json.loads(json.dumps(dict(preset.options))) == preset.options
         fixed = {name for name in preset.methods if not methods.estimates(name)}
         assert set(preset.lrs) >= fixed
-        assert preset.decays == (0.0, 0.01)
+        assert preset.decays == (0.0, 1e-5)
 
 
 def test_the_records_that_there_are_still_have_the_keys_of_the_presets():

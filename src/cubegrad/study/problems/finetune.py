@@ -220,7 +220,7 @@ def _presets() -> dict[str, Preset]:
         for name, preset in whole.items()
     }
     return {
-        name: replace(preset, methods=METHODS, decays=(0.0, 0.01), lrs=RATES[name])
+        name: replace(preset, methods=METHODS, decays=(0.0, 1e-5), lrs=RATES[name])
         for name, preset in (whole | by_lora).items()
     }
 

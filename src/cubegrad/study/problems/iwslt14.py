@@ -249,7 +249,7 @@ def _gpu() -> Preset:
         schedule="inverse-sqrt:400",
         methods=Preset.methods,
         seeds=3,
-        decays=(0.0, 1e-5),
+        decays=(0.0,),
         own_decays=OWN_DECAYS,
         lrs={
             "madgrad": (2.5e-2, 2.5e-1),
