@@ -47,7 +47,7 @@ class Job(NamedTuple):
     name: str
     call: Callable[[], Record | None]
     seconds: float  # expected, if no run of its kind has ended yet
-    kind: str = ""  # of problem
+    kind: str = ""  # its problem: kinds take turns, and tell how long the next run will take
     after: str = ""  # the name of the job whose files it reads
     folders: tuple[Path, ...] = ()  # without which it cannot run
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/study_step.py iwslt14 bookwiki --preset gpu --data DIR
 
-Updates are those of a MADGRAD run, clipping and optimizer included, without evaluation. The first
+Updates are those of a MADGRAD run, from the batch to the optimizer, without evaluation. The first
 ones compile and capture; then the shortest mean of three rounds counts, each of `--updates`.
 """
 
@@ -44,10 +44,9 @@ def milliseconds(task: Task, updates: int, warm_up: int, graphs: bool) -> float:
     batches = endless(task)
     rounds = []
     for count in [warm_up, *[updates] * ROUNDS]:
-        some = list(itertools.islice(batches, count))
         wait(task)
         begun = time.perf_counter()
-        for batch in some:
+        for batch in itertools.islice(batches, count):
             step(optimizer, batch)
         wait(task)
         rounds.append((time.perf_counter() - begun) / count)
