@@ -152,9 +152,11 @@ class Schedule:
                 return job
         return None
 
+    def expected(self, job: Job) -> float:
+        return LATER * self.took[job.kind] if job.kind in self.took else job.seconds
+
     def fits(self, job: Job) -> bool:
-        expected = LATER * self.took[job.kind] if job.kind in self.took else job.seconds
-        return self.gone() + expected <= self.seconds
+        return self.gone() + self.expected(job) <= self.seconds
 
     def data_may_come(self) -> bool:
         """Whether a run waits for its data only, which may still be unpacked."""
@@ -170,7 +172,7 @@ class Schedule:
                 self.begun.add(job.name)
                 with no_interrupts():
                     self.running[self.pool.submit(job.call)] = job, self.gone()
-                self.say(f"start {job.name}, about {duration(job.seconds)}")
+                self.say(f"start {job.name}, about {duration(self.expected(job))}")
             if not self.running and not self.data_may_come():
                 break
             if not self.running:
