@@ -128,9 +128,12 @@ def _scan(tx: Any, params: Any, gradient: Any, xs: Any, length: int | None, reco
 
 
 def array(tensor: torch.Tensor) -> jax.Array:
-    """The same numbers in the same dtype; numpy has no bfloat16."""
+    """The same numbers in the same dtype; numpy has no bfloat16.
+
+    A copy: JAX reads a numpy array when it gets to it, and by then the tensor may have changed.
+    """
     exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return jnp.asarray(exact.numpy()).astype(str(tensor.dtype).removeprefix("torch."))
+    return jnp.asarray(exact.numpy().copy()).astype(str(tensor.dtype).removeprefix("torch."))
 
 
 def randn(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
