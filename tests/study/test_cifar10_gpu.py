@@ -52,7 +52,7 @@ def test_a_graphed_step_is_a_step(small_cifar10, monkeypatch):
     benchmark = torch.backends.cudnn.benchmark
     losses = two_epochs(graphed, plain, step)
     assert torch.backends.cudnn.benchmark == benchmark
-    assert sorted(step.captured) == [6, 16]
+    assert sorted(step.graphs.captured) == [6, 16]
     assert sizes == {16}  # only this size would be compiled
     assert len(graphs) == 2  # one for each size, in two epochs
     assert len(losses) == 10
@@ -69,7 +69,7 @@ def test_a_graphed_step_is_a_step_on_a_gpu(small_cifar10):
     assert isinstance(graphed.step, GraphedStep)
     for loss, expected in two_epochs(graphed, plain, step):
         torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)  # bfloat16
-    assert sorted(step.captured) == [6, 16]
+    assert sorted(step.graphs.captured) == [6, 16]
     assert graphed.model.state_dict()["blocks.0.norms.0.num_batches_tracked"] == 10
     for name, value in graphed.model.state_dict().items():
         torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=5e-2, atol=5e-2)

@@ -26,31 +26,37 @@ class GraphedStep:
     """`Task.step` on a GPU: replays a batch's loss and gradients, then steps the optimizer."""
 
     def __init__(self, model: nn.Module, loss: Loss, full: int, rest: Loss | None = None) -> None:
-        self.model = model
         self.loss = loss
         self.full = full  # the size of all batches but the last
         self.rest = rest or loss  # for the smaller last batch, not worth a second compilation
-        self.captured: dict[int, Captured] = {}
+        self.graphs = Graphs(model)
 
     def __call__(self, optimizer: Optimizer, batch: Sequence[Tensor]) -> Tensor:
         count = len(batch[0])
-        if count not in self.captured:
-            loss = self.loss if count == self.full else self.rest
-            self.captured[count] = Captured(self.model, loss, batch, self.first)
-        value = self.captured[count].replay(batch)
+        value = self.graphs.replay(count, self.loss if count == self.full else self.rest, batch)
         optimizer.step()
         return value
 
-    @property
-    def first(self) -> "Captured | None":
-        return next(iter(self.captured.values()), None)
+
+class Graphs:
+    """The graphs of one model, by what tells their batches apart; made when first needed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.captured: dict[int, Captured] = {}
+
+    def replay(self, key: int, loss: Loss, batch: Sequence[Tensor]) -> Tensor:
+        if key not in self.captured:
+            first = next(iter(self.captured.values()), None)
+            self.captured[key] = Captured(self.model, loss, batch, first)
+        return self.captured[key].replay(batch)
 
 
 class Captured:
     """The graph for batches of one shape. A replay leaves the gradients in the parameters.
 
-    It shares memory and gradients with `first`, an earlier graph of the model, if there is one; so
-    one of the two must not replay beside the other.
+    It shares memory and gradients with `first`, an earlier graph of the model, if there is one, so
+    the two must not replay at the same time.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ def task(
         return metrics(model, test_blocks(part), vocabulary)
 
     own = hasattr(model, "predict")  # few models of users allow a graph
-    at_once = device.type == "cuda" and batch <= options["at_once"] and not own
-    graphed = compiled(mean_loss) if at_once else None
+    in_one_piece = batch <= options["at_once"]
+    graphed = compiled(mean_loss) if device.type == "cuda" and in_one_piece and not own else None
     step = make_step(model, options["at_once"], options["clip"], graphed)
     return Task(
         model, batches, lambda model, update: mean_loss(model, *update), evaluate, updates, step

@@ -26,7 +26,7 @@ from cubegrad.study.data.translation import (
     by_length,
     prepared,
 )
-from cubegrad.study.graphs import Captured
+from cubegrad.study.graphs import Graphs
 from cubegrad.study.models.lstm_attention import Translator
 from cubegrad.study.problem import (
     OWN_DECAYS,
@@ -80,18 +80,12 @@ def make_step(model: nn.Module, graphed: bool = False) -> Callable[[Optimizer, B
     With `graphed` each batch is a CUDA graph, as its sentences have their own lengths: batches must
     be the same objects in each pass over them.
     """
-    graphs: dict[int, tuple[Batch, Captured]] = {}  # with the batch, so that its id stays its own
-
-    def replay(batch: Batch) -> Tensor:
-        if id(batch) not in graphs:
-            first = next(iter(graphs.values()), None)
-            captured = Captured(model, loss_of_tensors, batch, first[1] if first else None)
-            graphs[id(batch)] = batch, captured
-        return graphs[id(batch)][1].replay(batch)
+    graphs, kept = Graphs(model), dict[int, Batch]()  # kept, so that no other batch gets its id
 
     def step(optimizer: Optimizer, batch: Batch) -> Tensor:
         if graphed:
-            loss = replay(batch)
+            kept[id(batch)] = batch
+            loss = graphs.replay(id(batch), loss_of_tensors, batch)
         else:
             optimizer.zero_grad()
             loss = mean_loss(model, batch)
