@@ -1,14 +1,19 @@
 """Runs that share one device: each as soon as a process and its data are there, none too late.
 
-Problems take turns, so that those which keep the GPU busy run beside those which do not.
+Problems come in the order of --problems. A later one gets the workers for which an earlier one has
+nothing to start, because its search waits for results or its data is still being unpacked.
 """
 
 import argparse
+import contextlib
 import multiprocessing
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -47,7 +52,7 @@ class Job(NamedTuple):
     name: str
     call: Callable[[], Record | None]
     seconds: float  # expected, if no run of its kind has ended yet
-    kind: str = ""  # its problem: kinds take turns, and tell how long the next run will take
+    kind: str = ""  # its problem, whose last run tells how long the next one will take
     after: str = ""  # the name of the job whose files it reads
     folders: tuple[Path, ...] = ()  # without which it cannot run
 
@@ -65,12 +70,12 @@ class Wanted(NamedTuple):
 
 
 def chosen(trials: Sequence[Trial], problems: str | None) -> list[Trial]:
-    """Those of the problems that --problems names, or all."""
+    """Those of the problems that --problems names, in its order, or all."""
     known = list(dict.fromkeys(trial.problem for trial in trials))
-    names = problems.split(",") if problems else known
+    names = list(dict.fromkeys(problems.split(","))) if problems else known
     if unknown := [name for name in names if name not in known]:
         raise StudyError(f"--problems {','.join(unknown)}: use some of {','.join(known)}")
-    return [trial for trial in trials if trial.problem in names]
+    return [trial for name in names for trial in trials if trial.problem == name]
 
 
 def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
@@ -113,8 +118,7 @@ def _prepare(problem: str, one: Settings, place: train.Place) -> None:
 
 
 class Schedule:
-    """Runs jobs, each as soon as a process and its data are there: next one of the kind of which
-    the fewest are running, and of a kind in their order.
+    """Runs jobs in their order, each as soon as a process and its data are there.
 
     `plan` is asked again after each run, as its result may decide what is to be run next.
     """
@@ -146,8 +150,7 @@ class Schedule:
     def next(self) -> Job | None:
         open_names = {job.name for job in self.waiting}
         open_names |= {job.name for job, _ in self.running.values()}
-        running = Counter(job.kind for job, _ in self.running.values())
-        for job in sorted(self.waiting, key=lambda job: running[job.kind]):
+        for job in self.waiting:
             if job.has_data and job.after not in open_names and self.fits(job):
                 return job
         return None
@@ -217,12 +220,49 @@ class Schedule:
             process.join()
 
 
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+USE_GPU = "import torch; torch.ones(1, device='cuda').item()"
+
+
+@contextlib.contextmanager
+def overlapping_kernels(device: str) -> Iterator[None]:
+    """Let the GPU run kernels of several processes at once, by CUDA MPS where it is installed.
+
+    Without it, the processes get the whole GPU in turns.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if device != "cuda" or control is None or PIPES in os.environ:  # the user runs MPS already
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mine = {PIPES: folder, LOGS: folder}
+        os.environ |= mine
+        try:
+            started = not subprocess.run([control, "-d"], check=False).returncode
+            if (
+                not started
+                or subprocess.run([sys.executable, "-c", USE_GPU], check=False).returncode
+            ):
+                print("CUDA MPS does not work here: processes take turns", file=sys.stderr)
+                _stop(control, mine)
+            yield
+        finally:
+            _stop(control, mine)
+
+
+def _stop(control: str, mine: Iterable[str]) -> None:
+    if PIPES in os.environ:
+        subprocess.run([control], input="quit\n", text=True, check=False)
+    for name in mine:
+        os.environ.pop(name, None)
+
+
 def parser(description: str, presets: Sequence[str], out: str) -> argparse.ArgumentParser:
     """The options that these scripts have in common."""
     parser = argparse.ArgumentParser(description=description)
     add: Any = parser.add_argument
     add("--preset", default="cpu", choices=tuple(presets))
-    add("--problems", metavar="A,B", help="all, unless given")
+    add("--problems", metavar="A,B", help="the most urgent first; all, unless given")
     add("--epochs", type=int, help="overrides each problem's, for a quick try")
     add("--data", type=Path, default=Path("data"))
     add("--out", type=Path, default=Path(out))
@@ -241,7 +281,8 @@ def run_and_print(
 ) -> None:
     runs, failed = runs or Runs(options.out), list[str]()
     if not options.table:
-        with runs.locked():
+        device = "cpu" if options.preset == "cpu" else "cuda"
+        with runs.locked(), overlapping_kernels(device):
             runs.repair()
             plan = partial(jobs, options, runs)
             schedule = Schedule(plan, options.workers, 60 * options.minutes, runs)
