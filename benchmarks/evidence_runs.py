@@ -1,7 +1,7 @@
 """The runs that docs/results/README.md is made of: every method on every problem.
 
     PYTHONPATH=src python3 benchmarks/evidence_runs.py --preset gpu --data data --out runs/evidence
-    ... --problems imagenet,digits --methods sgd,madgrad --workers 14 --minutes 25
+    ... --problems imagenet,digits --methods sgd,madgrad --workers 8 --minutes 25
     ... --table
 
 The learning rate of each method is searched with seed 0, and its decay where the preset or `TRIALS`

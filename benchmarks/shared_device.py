@@ -5,15 +5,10 @@ nothing to start, because its search waits for results or its data is still bein
 """
 
 import argparse
-import contextlib
 import multiprocessing
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -220,43 +215,6 @@ class Schedule:
             process.join()
 
 
-PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-USE_GPU = "import torch; torch.ones(1, device='cuda').item()"
-
-
-@contextlib.contextmanager
-def overlapping_kernels(device: str) -> Iterator[None]:
-    """Let the GPU run kernels of several processes at once, by CUDA MPS where it is installed.
-
-    Without it, the processes get the whole GPU in turns.
-    """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if device != "cuda" or control is None or PIPES in os.environ:  # the user runs MPS already
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        mine = {PIPES: folder, LOGS: folder}
-        os.environ |= mine
-        try:
-            started = not subprocess.run([control, "-d"], check=False).returncode
-            if (
-                not started
-                or subprocess.run([sys.executable, "-c", USE_GPU], check=False).returncode
-            ):
-                print("CUDA MPS does not work here: processes take turns", file=sys.stderr)
-                _stop(control, mine)
-            yield
-        finally:
-            _stop(control, mine)
-
-
-def _stop(control: str, mine: Iterable[str]) -> None:
-    if PIPES in os.environ:
-        subprocess.run([control], input="quit\n", text=True, check=False)
-    for name in mine:
-        os.environ.pop(name, None)
-
-
 def parser(description: str, presets: Sequence[str], out: str) -> argparse.ArgumentParser:
     """The options that these scripts have in common."""
     parser = argparse.ArgumentParser(description=description)
@@ -281,8 +239,7 @@ def run_and_print(
 ) -> None:
     runs, failed = runs or Runs(options.out), list[str]()
     if not options.table:
-        device = "cpu" if options.preset == "cpu" else "cuda"
-        with runs.locked(), overlapping_kernels(device):
+        with runs.locked():
             runs.repair()
             plan = partial(jobs, options, runs)
             schedule = Schedule(plan, options.workers, 60 * options.minutes, runs)

@@ -1,8 +1,6 @@
-"""Runs of several problems on one device: which one is next, what still fits, and CUDA MPS."""
+"""Runs of several problems on one device: which one is next and what still fits."""
 
 import importlib
-import os
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,51 +61,6 @@ def test_problems_come_in_the_order_in_which_they_are_named(shared):
     trials = [SimpleNamespace(problem=name, number=n) for n, name in enumerate("abac")]
     assert [one.number for one in shared.chosen(trials, "c,a,c")] == [3, 0, 2]
     assert shared.chosen(trials, None) == [trials[n] for n in (0, 2, 1, 3)]
-
-
-def mps(folder, monkeypatch, exit_code=0):
-    """Install a control program that notes what it is called with."""
-    program = folder / "nvidia-cuda-mps-control"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, sys\n"
-        "what = ' '.join(sys.argv[1:]) or sys.stdin.read().strip()\n"
-        f"with open({str(folder / 'calls')!r}, 'a') as calls:\n"
-        "    print(what, os.environ['CUDA_MPS_PIPE_DIRECTORY'], file=calls)\n"
-        f"sys.exit({exit_code})\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    return lambda: [line.split() for line in (folder / "calls").read_text().splitlines()]
-
-
-@pytest.mark.parametrize(("exit_code", "use_gpu"), [(0, "pass"), (1, "pass"), (0, "raise OSError")])
-def test_mps_runs_beside_the_runs_if_it_works(
-    shared, tmp_path, monkeypatch, capfd, exit_code, use_gpu
-):
-    calls = mps(tmp_path, monkeypatch, exit_code)
-    monkeypatch.setattr(shared, "USE_GPU", use_gpu)
-    works = not exit_code and use_gpu == "pass"
-    with shared.overlapping_kernels("cuda"):
-        (start, pipes), *stopped = calls()
-        assert start == "-d"
-        assert stopped == ([] if works else [["quit", pipes]])
-        assert os.environ.get("CUDA_MPS_PIPE_DIRECTORY") == (pipes if works else None)
-        assert ("does not work here" in capfd.readouterr().err) is not works
-    assert calls() == [["-d", pipes], ["quit", pipes]]
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert not Path(pipes).exists()
-
-
-def test_mps_is_left_alone_if_it_runs_or_is_not_wanted(shared, tmp_path, monkeypatch):
-    mps(tmp_path, monkeypatch)
-    with shared.overlapping_kernels("cpu"):
-        pass
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "mine")
-    with shared.overlapping_kernels("cuda"):
-        assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "mine"
-    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "mine"
-    assert not (tmp_path / "calls").exists()
 
 
 @pytest.mark.parametrize(("took", "fits"), [(80.0, True), (95.0, False)])
