@@ -22,10 +22,11 @@ from evidence_rows import (
     repeats,
 )
 
-from cubegrad.study import comparison
+from cubegrad.study import comparison, statistics
 from cubegrad.study.comparison import Difference
 from cubegrad.study.methods import METHODS, estimates, lr_text
 from cubegrad.study.records import Record
+from cubegrad.study.statistics import Estimate
 from cubegrad.study.wording import listed, number
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -65,11 +66,11 @@ def overview(found: list[Comparison]) -> Table:
 
 
 def _cell(one: Comparison, row: Row) -> str:
-    shown = [other for other in one.rows if other.method in MAIN]
+    shown = [other for other in one.rows if other.method in MAIN and not other.chose_itself]
     text = number(one.final(row), one.unit)
     sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
-    edge = " †" if row.summary.at_edge else ""
-    cell = (f"**{text}**" if row is shown[0] else text) + sign + edge
+    marks = " †" * bool(row.summary.at_edge) + " ‡" * row.chose_itself
+    cell = (f"**{text}**" if row in shown[:1] else text) + sign + marks
     return cell.replace(" ", "\N{NO-BREAK SPACE}")
 
 
@@ -121,8 +122,7 @@ def _search(row: Row) -> str:
             return "none needed"
         return "MADGRAD's best" if row.method.endswith(COMPACT) else "elsewhere"
     edge = f", {' and '.join(s.at_edge)} at the edge" if s.at_edge else ""
-    chosen = {r.settings.seed for r in row.records if len(row.records) > len(s.seeds)}
-    itself = ", by the same seeds" if chosen == set(s.seeds) else ""
+    itself = ", by the same seeds" if row.chose_itself else ""
     return f"{s.searched} runs{edge}{itself}"
 
 
@@ -172,11 +172,37 @@ def _behind(percent: float | None) -> str:
     return f"−{percent:.2g} %" if percent < 100 else "−100 % or more"
 
 
+def decay_gains(found: list[Comparison]) -> Table:
+    """The best settings of a search without and with decay, where it tried both."""
+    rows = [["problem", "method", "without decay", "lr", "with decay", "lr", "decay", "gain"]]
+    for one in found:
+        for row in filter(None, map(one.row, MAIN)):
+            tried = statistics.searched(row.records)
+            halves = [
+                {s: tried[s] for s in tried if (s[1] > 0) is decayed} for decayed in (False, True)
+            ]
+            without, with_decay = (statistics.best(half, one.judge) for half in halves)
+            if without is None or with_decay is None:
+                continue
+            before, after = (one.judge.score(tried[s])[0] for s in (without, with_decay))
+            cells = [one.title, row.label]
+            for score, setting in ((before, without), (after, with_decay)):
+                value = Estimate(score if one.judge.higher_is_better else -score, None, 1)
+                cells += [number(value, one.unit), lr_text(row.method, setting[0])]
+            gained = f"{after - before:+.{2 if one.unit == '%' else 3}f}".replace("-", "−")
+            rows.append([*cells, f"{with_decay[1]:g}", gained])
+    return rows
+
+
 def standing(found: list[Comparison]) -> list[str]:
     """MADGRAD against each of the others, counted."""
     lines = []
     for rival in RIVALS:
-        signs = {one.short_title: row.gain.sign for one in found if (row := one.row(rival))}
+        signs = {
+            one.short_title: row.gain.sign
+            for one in found
+            if (row := one.row(rival)) and not row.chose_itself
+        }
         parts = [
             f"{word} on {len(names)}{f' ({listed(names)})' if names and sign else ''}"
             for word, sign in (("better", -1), ("worse", 1), ("undecided", 0))
@@ -184,12 +210,17 @@ def standing(found: list[Comparison]) -> list[str]:
         ]
         count = f"{len(signs)} problem{'s' if len(signs) > 1 else ''}"
         lines.append(f"- MADGRAD against {METHODS[rival].label}, {count}: {listed(parts)}.")
-    seconds = [record.seconds for one in found for row in one.rows for record in row.records]
+    rows = [row for one in every_length(found) for row in one.rows]
+    seconds = [second for row in rows for second in row.seconds]
     lines.append(
         f"- {len(seconds)} runs, {sum(seconds) / 3600:.1f} GPU hours as they were run, in "
-        f"{sum(len(one.rows) for one in found)} rows."
+        f"{len(rows)} rows."
     )
     return lines
+
+
+def every_length(found: list[Comparison]) -> list[Comparison]:
+    return [some for one in found for some in (one, *one.other_lengths)]
 
 
 def repeated(folders: dict[str, list[Record]]) -> str:
@@ -206,11 +237,14 @@ def repeated(folders: dict[str, list[Record]]) -> str:
 def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
     """The parts of the page that the records determine, by name."""
     found, left_out = comparisons(folders)
-    every = [f"### {one.title}, {length(one)}\n\n{markdown(details(one))}" for one in found]
+    every = [
+        f"### {one.title}, {length(one)}\n\n{markdown(details(one))}" for one in every_length(found)
+    ]
     return {
         "overview": markdown(overview(found)),
         "standing": "\n".join([*standing(found), repeated(folders)]),
         "robustness": markdown(robustness(found), left=3),
+        "decay": markdown(decay_gains(found), left=2),
         "details": "\n\n".join(every),
         "left out": "\n".join(f"- {line}." for line in left_out),
     }

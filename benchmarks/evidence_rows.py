@@ -51,6 +51,12 @@ class Row:
         return len({record.settings.lr for record in self.records}) > 1
 
     @property
+    def chose_itself(self) -> bool:
+        """Whether its seeds are those that chose its setting, which flatters it."""
+        searched = len(self.records) > len(self.summary.seeds)
+        return searched and {r.settings.seed for r in self.records} == {*self.summary.seeds}
+
+    @property
     def seconds(self) -> list[float]:
         return [record.seconds for record in self.records]
 
@@ -64,6 +70,7 @@ class Comparison:
     unit: str
     rows: list[Row]
     left_out: list[str] = field(default_factory=list)
+    other_lengths: list["Comparison"] = field(default_factory=list)  # of the same problem
 
     @property
     def title(self) -> str:
@@ -149,7 +156,7 @@ def start_of(record: Record) -> str:
 def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
     """One for each problem on a GPU, and what was left out.
 
-    Of several lengths, the one with the most methods of MAIN, then the longest.
+    Of several lengths, the longest at which SGD and Adam were run too.
     """
     groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for folder, records in folders.items():
@@ -158,30 +165,33 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
             kind = (s.problem, s.preset, s.epochs, s.batch, s.device, s.options)
             group: Group = (*kind, start_of(record))
             groups[group][folder].append(record)
-    chosen: dict[str, Comparison] = {}
+    of_problem: dict[str, list[Comparison]] = defaultdict(list)
     left_out = []
-    for places in groups.values():
-        one = _compare(places)
-        other = chosen.get(one.settings.problem)
+    for one in map(_compare, groups.values()):
         if one.settings.device != "cuda":
             left_out.append(f"{one.name}: on a CPU")
         elif not one.row(MADGRAD) or not one.row("sgd", "adam", "adamw"):
             left_out.append(f"{one.name}: no SGD, Adam or AdamW beside MADGRAD yet")
-        elif other is None:
-            chosen[one.settings.problem] = one
         else:
-            shorter, longer = sorted((one, other), key=_size)
-            chosen[one.settings.problem] = longer
-            same_length = shorter.settings.epochs == longer.settings.epochs
-            place = "other weights" if same_length else f"{longer.settings.epochs} epochs"
-            left_out.append(f"{shorter.name}: {place} have more methods")
-    order = [*TITLES, *sorted(chosen.keys() - TITLES.keys())]
-    found = [chosen[problem] for problem in order if problem in chosen]
-    return found, sorted([*left_out, *(line for one in found for line in one.left_out)])
+            of_problem[one.settings.problem].append(one)
+    found = []
+    for problem in [*TITLES, *sorted(of_problem.keys() - TITLES.keys())]:
+        if problem not in of_problem:
+            continue
+        first, *others = sorted(of_problem[problem], key=_weight, reverse=True)
+        lengths = [one for one in others if one.settings.epochs != first.settings.epochs]
+        found.append(replace(first, other_lengths=lengths))
+        left_out += [
+            f"{one.name}: other weights have more methods" for one in others if one not in lengths
+        ]
+        left_out += [line for one in (first, *lengths) for line in one.left_out]
+    return found, sorted(left_out)
 
 
-def _size(one: Comparison) -> tuple[int, int]:
-    return sum(one.row(method) is not None for method in MAIN), one.settings.epochs
+def _weight(one: Comparison) -> tuple[bool, int, int]:
+    """Which comparison of a problem is the one for the tables: that with the highest."""
+    usual = all(one.row(method) for method in ("sgd", "adam"))
+    return usual, one.settings.epochs, sum(one.row(method) is not None for method in MAIN)
 
 
 def _compare(places: dict[str, list[Record]]) -> Comparison:

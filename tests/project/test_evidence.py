@@ -30,9 +30,10 @@ def evidence():
 
 def run(method, lr, seed, loss, date="2026-01-01", **changes):
     settings = Settings("bookwiki", "gpu", 2, 16, method, "flat", lr, 0.0, seed, False, "cuda")
-    curve = {"train_loss": [4.0, 3.0], "loss": [loss + 1, loss]}
+    curve = {"train_loss": [4.0, 3.0], "loss": [5.0, None] if loss is None else [loss + 1, loss]}
     machine = {"date": date}
-    return Record(replace(settings, **changes), "finished", curve, 36.0, ABOUT, machine)
+    status = "diverged" if loss is None else "finished"
+    return Record(replace(settings, **changes), status, curve, 36.0, ABOUT, machine)
 
 
 def row_of(method, lr, loss):
@@ -132,14 +133,20 @@ def test_codes_at_another_rate_than_the_best_are_left_out(rows):
     assert "MADGRAD, compact: only at another rate" in left_out[0]
 
 
-def test_of_two_lengths_the_one_with_more_methods_counts_then_the_longer(rows):
+def test_the_longest_runs_count_if_sgd_and_adam_are_among_them(rows, evidence):
     longer = [replace(r, settings=replace(r.settings, epochs=4)) for r in own_folder()]
-    found, left_out = rows.comparisons({"bookwiki": own_folder() + longer})
-    assert ([one.settings.epochs for one in found], len(left_out)) == ([4], 1)
-    part = [one for one in longer if one.settings.method in ("madgrad", "sgd")]
-    found, left_out = rows.comparisons({"bookwiki": own_folder() + part})
-    assert [one.settings.epochs for one in found] == [2]
-    assert left_out == ["`bookwiki`, preset `gpu`, 4 epochs: 2 epochs have more methods"]
+    without_adagrad = [one for one in longer if one.settings.method != "adagrad"]
+    without_adam = [one for one in without_adagrad if one.settings.method != "adam"]
+    for some, first in ((longer, 4), (without_adagrad, 4), (without_adam, 2)):
+        (one,), left_out = rows.comparisons({"bookwiki": own_folder() + some})
+        assert (one.settings.epochs, left_out) == (first, [])
+        assert [other.settings.epochs for other in one.other_lengths] == [6 - first]
+        parts = evidence.blocks({"bookwiki": own_folder() + some})
+        assert f"{first} epochs" in parts["overview"]
+        assert f"{6 - first} epochs" not in parts["overview"]
+        order = [parts["details"].index(f"{epochs} epochs") for epochs in (first, 6 - first)]
+        assert order == sorted(order)
+        assert f"- {len(own_folder() + some)} runs, " in parts["standing"]
 
 
 def test_what_cannot_be_compared_is_left_out_and_named(rows):
@@ -163,6 +170,35 @@ def test_the_tables_say_what_was_found(evidence):
     # One step of 2.5 below and of 2 above; both are 0.8 % behind.
     assert "| −0.4 to +0.3 | MADGRAD | 3 | 0.7 | 50 % | 100 % |" in wide[0]
     assert "| SGD | 2 | 0.3 | edge | edge | edge | edge | not run | −10 % |" in parts["robustness"]
+
+
+def test_a_result_of_the_seed_that_chose_it_is_marked_and_not_the_best(evidence, rows):
+    search = [run("adamw", lr, 0, loss) for lr, loss in ((0.1, 1.1), (0.2, 1.0), (0.5, 1.1))]
+    folders = {"bookwiki": own_folder() + search}
+    (one,), _ = rows.comparisons(folders)
+    assert [row.label for row in one.rows if row.chose_itself] == ["AdamW"]
+    parts = evidence.blocks(folders)
+    first = parts["overview"].splitlines()[2].replace("\N{NO-BREAK SPACE}", " ")
+    assert "| **2.020 ± 0.012** |" in first
+    assert "| 1.000 ‡ |" in first
+    adamw = next(line for line in parts["details"].splitlines() if line.startswith("| AdamW "))
+    assert "| – | 0.2 | 0 | 1 | 3 runs, by the same seeds |" in adamw
+    places = importlib.import_module("plot_evidence").places
+    assert all(place.whole for place in places([one]))
+    without = [r for r in own_folder() if r.settings.seed == 0 or r.settings.method != "adagrad"]
+    assert not any(place.whole for place in places(rows.comparisons({"bookwiki": without})[0]))
+
+
+def test_what_decay_gains_is_told_where_both_were_tried(evidence):
+    with_decay = [
+        run("adam", 0.01, 0, 2.1, decay=1e-5),
+        run("adam", 0.02, 0, 2.15, decay=1e-5),
+        run("sgd", 1.0, 0, None, decay=1e-5),
+    ]
+    lines = evidence.blocks({"bookwiki": own_folder() + with_decay})["decay"].splitlines()
+    assert lines[2:] == [
+        "| novels, RoBERTa | Adam | 2.2 | 0.01 | 2.1 | 0.01 | 1e-05 | +0.100 |",
+    ]
 
 
 def test_a_page_without_its_marks_is_refused(evidence):
