@@ -33,7 +33,7 @@ KINDS = (
     Kind("imagenet", "convolutional: ResNet-18 on photographs, 64 px", "gpu"),
     Kind("bookwiki", "transformer from scratch: RoBERTa of 5.4M on novels", "gpu"),
     Kind("finetune", "transformer, fine-tuned: RoBERTa of 5.4M on WikiText-2", "gpu"),
-    Kind("finetune", "the same of 0.2M", "cpu"),
+    Kind("finetune", "transformer, fine-tuned: RoBERTa of 0.2M on WikiText-2", "cpu"),
     Kind("finetune", "the same of 0.2M by LoRA, rank 8", "cpu-lora"),
     Kind("iwslt14", "recurrent: LSTMs with attention, German to English", "gpu"),
     Kind("fastmri", "MR images: VarNet of 5.1M", "gpu"),

@@ -9,7 +9,7 @@ import pytest
 from html_page import Page
 from made_up_records import CIFAR10_RECORDS, cifar10_record
 
-from cubegrad.study import StudyError, figures, report, wording
+from cubegrad.study import StudyError, figures, report, styles, wording
 from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Estimate
 
@@ -90,6 +90,15 @@ def test_notes_say_how_settings_were_chosen_and_where_they_ran() -> None:
     assert "SGD, flat" in [row[0] for row in report.table(experiment)]
 
 
+def test_eight_methods_have_eight_styles() -> None:
+    methods = ("madgrad", "sgd", "adam", "adagrad", "adamw", "mirror-madgrad")
+    methods += ("madgrad-compact", "madgrad-auto")
+    (experiment,) = report.experiments([cifar10_record(m, 0.1, 0, 50.0) for m in methods])
+    assert len(set(figures.style(experiment.summaries).values())) == 8
+    for kind in (styles.COLOURS, styles.LINES, styles.DARK, styles.DASHES):
+        assert len(set(kind)) == len(styles.COLOURS)
+
+
 def test_rows_follow_the_papers_figures() -> None:
     methods = ("da", "adagrad-da", "adagrad", "sgd-plain")
     both = [cifar10_record(m, 0.1, 0, 50.0, s) for s in ("flat", "tenthing:1-2") for m in methods]
@@ -99,9 +108,9 @@ def test_rows_follow_the_papers_figures() -> None:
         [f"{m}@{schedule}" for m in ("sgd-plain", "adagrad", "da", "adagrad-da")]
         for schedule in ("flat", "tenthing:1-2")
     ]
-    styles = figures.style(experiment.summaries)
-    assert styles["da@flat"] == styles["da@tenthing:1-2"]  # a method keeps its colour
-    assert len(set(styles.values())) == 4
+    chosen = figures.style(experiment.summaries)
+    assert chosen["da@flat"] == chosen["da@tenthing:1-2"]  # a method keeps its colour
+    assert len(set(chosen.values())) == 4
     decays = [cifar10_record("sgd-plain", 0.1, 0, 50.0, f"sqrt:{b}") for b in (1, 10, 100)]
     (experiment,) = report.experiments(decays)
     assert len(figures.rows(experiment.summaries)) == 1

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from cubegrad.study.methods import METHODS
 from cubegrad.study.statistics import Summary
 
-# Okabe and Ito's colour-blind safe palette; the line styles differ too, for print.
-COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+# Okabe and Ito's colour-blind safe palette, with grey for yellow, which is faint on white; the line
+# styles differ too, for print.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (8, 2, 2, 2)))
 # The same for the page: lighter colours on a dark ground, and SVG's dashes.
-DARK = ("#FF8A3D", "#4FA8E8", "#2CC79A", "#E39AC4", "#F2B632", "#8CD0F5", "#E6E9ED")
-DASHES = ("none", "7 3", "8 3 2 3", "2 3", "8 2 2 2 2 2", "2 2", "12 3")
+DARK = ("#FF8A3D", "#4FA8E8", "#2CC79A", "#E39AC4", "#F2B632", "#8CD0F5", "#E6E9ED", "#9AA3AE")
+DASHES = ("none", "7 3", "8 3 2 3", "2 3", "8 2 2 2 2 2", "2 2", "12 3", "12 3 3 3")
 FIXED = {"madgrad": 0, "sgd": 1, "adam": 2, "adagrad": 3}
 
 
