@@ -1,4 +1,4 @@
-"""The statistics of docs/results/README.md, from all records in docs/results: tables and a figure.
+"""The statistics of docs/results/README.md and details.md, from all records: tables and a figure.
 
 PYTHONPATH=src python3 benchmarks/evidence.py
 """
@@ -31,6 +31,10 @@ from cubegrad.study.wording import listed, number
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TOLERANCES = (0.5, 1.0, 2.0, 5.0)  # %
+PAGES = {  # what of them is made here
+    "README.md": ("overview", "standing"),
+    "details.md": ("decay", "robustness", "details", "left out"),
+}
 RIVALS = ("sgd", "adam", "adamw", "adagrad")
 BETTER, WORSE = "▲", "▼"
 
@@ -235,7 +239,7 @@ def repeated(folders: dict[str, list[Record]]) -> str:
 
 
 def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
-    """The parts of the page that the records determine, by name."""
+    """The parts of the pages that the records determine, by name."""
     found, left_out = comparisons(folders)
     every = [
         f"### {one.title}, {length(one)}\n\n{markdown(details(one))}" for one in every_length(found)
@@ -251,7 +255,7 @@ def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
 
 
 def fill(page: str, parts: dict[str, str]) -> str:
-    """The page with each part between its two comments."""
+    """A page with each part between its two comments."""
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:
@@ -266,8 +270,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
     folder = parser.parse_args(words).results
     folders = load(folder)
-    page = folder / "README.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), blocks(folders)), encoding="utf-8")
+    parts = blocks(folders)
+    for name, names in PAGES.items():
+        page = folder / name
+        filled = fill(page.read_text(encoding="utf-8"), {one: parts[one] for one in names})
+        page.write_text(filled, encoding="utf-8")
     plot_evidence.draw(comparisons(folders)[0]).savefig(folder / "evidence.png", dpi=150)
 
 

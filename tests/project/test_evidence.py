@@ -53,9 +53,12 @@ def by_label(found):
     return {row.label: row for row in one.rows}
 
 
-def test_the_page_has_the_tables_of_the_records(evidence, rows):
-    page = (RESULTS / "README.md").read_text(encoding="utf-8")
-    assert evidence.fill(page, evidence.blocks(rows.load(RESULTS))) == page
+def test_the_pages_have_the_tables_of_the_records(evidence, rows):
+    parts = evidence.blocks(rows.load(RESULTS))
+    for name, names in evidence.PAGES.items():
+        page = (RESULTS / name).read_text(encoding="utf-8")
+        assert evidence.fill(page, {one: parts.pop(one) for one in names}) == page
+    assert not parts
 
 
 def test_runs_of_an_older_estimate_are_no_results_of_lr_auto(rows, tmp_path):
@@ -207,15 +210,17 @@ def test_a_page_without_its_marks_is_refused(evidence):
 
 
 @pytest.mark.plots
-def test_one_command_writes_the_page_and_the_figure(evidence, tmp_path):
+def test_one_command_writes_the_pages_and_the_figure(evidence, tmp_path):
     folder = tmp_path / "bookwiki"
     folder.mkdir()
     (folder / "records.jsonl").write_text("".join(map(to_line, own_folder())))
-    names = evidence.blocks({"bookwiki": own_folder()})
-    marks = "\n".join(f"<!-- {name} -->\nold\n<!-- end of {name} -->" for name in names)
-    (tmp_path / "README.md").write_text(f"# Results\n{marks}\n")
+    parts = evidence.blocks({"bookwiki": own_folder()})
+    for name, names in evidence.PAGES.items():
+        marks = "\n".join(f"<!-- {one} -->\nold\n<!-- end of {one} -->" for one in names)
+        (tmp_path / name).write_text(f"# Results\n{marks}\n")
     evidence.main([str(tmp_path)])
-    page = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "\nold\n" not in page
-    assert all(text in page for text in names.values())
+    for name, names in evidence.PAGES.items():
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert "\nold\n" not in page
+        assert all(parts[one] in page for one in names)
     assert (tmp_path / "evidence.png").stat().st_size > 20_000
