@@ -146,11 +146,18 @@ def robustness(found: list[Comparison]) -> Table:
     for one in found:
         searched = [row for row in map(one.row, MAIN) if row and row.searched_lr]
         profiles = {row.label: profile(one, row) for row in searched}
-        inside = {row.label for row in searched if "lr" not in row.summary.at_edge}
+        inside = {
+            row.label
+            for row in searched
+            if len(profiles[row.label]) > 1 and "lr" not in row.summary.at_edge
+        }
         span = comparison.common_span(profiles[label] for label in inside)
         for label, rates in profiles.items():
             spans = [comparison.share_within(rates, percent, span) for percent in TOLERANCES]
-            known = [f"{100 * share.within / share.span:.0f} %" for share in spans if share.span]
+            known = [
+                f"{100 * share.within / share.span:.0f} %" if share.span else "–" for share in spans
+            ]
+            outside = "edge" if len(rates) > 1 else "one rate"
             gap = ", a gap" if label in inside and spans[0].missing > 1e-9 else ""
             low, high = comparison.one_step_off(rates)
             rows.append(
@@ -160,7 +167,7 @@ def robustness(found: list[Comparison]) -> Table:
                     label,
                     f"{len(rates)}{gap}",
                     f"{rates[-1].offset - rates[0].offset:.1f}",
-                    *(known if label in inside else ["edge"] * len(TOLERANCES)),
+                    *(known if label in inside else [outside] * len(TOLERANCES)),
                     _behind(low),
                     _behind(high),
                 ]

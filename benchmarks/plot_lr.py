@@ -92,7 +92,7 @@ def draw(axes: Axes, kind: which_lr.Kind) -> None:
 
 
 def legend() -> list[Line2D]:
-    labels = {"MADGRAD": "MADGRAD", "Adam": "Adam (models of 0.2M: AdamW)"}
+    labels = {"MADGRAD": "MADGRAD", "Adam": "Adam (0.2M: AdamW)"}
     lines = [Line2D([], [], linewidth=1.8, label=labels[name], **STYLES[name]) for name in labels]
     grey: dict[str, Any] = {"color": "#555555", "linestyle": "none"}
     best = Line2D([], [], marker="*", markersize=12, label="our best", **grey)

@@ -192,6 +192,17 @@ def test_a_result_of_the_seed_that_chose_it_is_marked_and_not_the_best(evidence,
     assert not any(place.whole for place in places(rows.comparisons({"bookwiki": without})[0]))
 
 
+def test_a_method_with_one_rate_at_its_best_decay_leaves_the_span_of_the_others(evidence):
+    """Its search has not come to the neighbours there yet."""
+    search = [run("adamw", 0.01, 0, 1.2), run("adamw", 0.02, 0, 1.1)]
+    search += [run("adamw", 0.02, 0, 1.0, decay=1e-2)]
+    lines = evidence.blocks({"bookwiki": own_folder() + search})["robustness"].splitlines()
+    (adamw,) = [line for line in lines if "| AdamW |" in line]
+    assert adamw.endswith("| AdamW | 1 | 0.0 |" + 4 * " one rate |" + 2 * " not run |")
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert "| −0.4 to +0.3 | MADGRAD | 3 | 0.7 | 50 % | 100 % |" in "\n".join(lines)
+
+
 def test_what_decay_gains_is_told_where_both_were_tried(evidence):
     with_decay = [
         run("adam", 0.01, 0, 2.1, decay=1e-5),
