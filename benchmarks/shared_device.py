@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from cubegrad.study import Setup, StudyError, catalogue, train
+from cubegrad.study.arguments import count
 from cubegrad.study.processes import die_with_parent, no_interrupts
 from cubegrad.study.progress import duration
 from cubegrad.study.records import Record, Runs, Settings
@@ -221,11 +222,11 @@ def parser(description: str, presets: Sequence[str], out: str) -> argparse.Argum
     add: Any = parser.add_argument
     add("--preset", default="cpu", choices=tuple(presets))
     add("--problems", metavar="A,B", help="the most urgent first; all, unless given")
-    add("--epochs", type=int, help="overrides each problem's, for a quick try")
+    add("--epochs", type=count, help="overrides each problem's, for a quick try")
     add("--data", type=Path, default=Path("data"))
     add("--out", type=Path, default=Path(out))
     add("--known", type=Path, default=Path("docs/results"), help="folders with records to reuse")
-    add("--workers", type=int, default=1)
+    add("--workers", type=count, default=1)
     add("--minutes", type=float, default=float("inf"))
     add("--table", action="store_true", help="run nothing, print the table of --out")
     return parser
