@@ -70,11 +70,11 @@ def overview(found: list[Comparison]) -> Table:
 
 
 def _cell(one: Comparison, row: Row) -> str:
-    shown = [other for other in one.rows if other.method in MAIN and not other.chose_itself]
+    shown = (other for other in one.rows if other.method in MAIN and not other.chose_itself)
     text = number(one.final(row), one.unit)
     sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
     marks = " †" * bool(row.summary.at_edge) + " ‡" * row.chose_itself
-    cell = (f"**{text}**" if row in shown[:1] else text) + sign + marks
+    cell = (f"**{text}**" if row is next(shown, None) else text) + sign + marks
     return cell.replace(" ", "\N{NO-BREAK SPACE}")
 
 
