@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import toy_problem
 from command_line import start
@@ -153,3 +154,15 @@ def test_a_signal_to_end_keeps_the_finished_runs_and_leaks_nothing(
     assert 1 <= len(before) < 4
     assert not list((tmp_path / "stopped").rglob("*.tmp*"))
     finish_and_compare(tmp_path / "stopped", tmp_path / "whole", before)
+
+
+def test_a_sweep_under_nohup_outlives_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "PROGRAM", command_line.PROGRAM.replace("SIG_DFL", "SIG_IGN"))
+    process = start_sweep(tmp_path, 1, sleep=0.1)
+    wait_for_records(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert len(curves(tmp_path)) == 4

@@ -13,9 +13,10 @@ from cubegrad.study import cli
 
 SUPPORT = Path(__file__).parent
 SOURCE = Path(cubegrad.__file__).parents[1]
-# A shell that runs the tests in the background has its children ignore Ctrl-C.
+# A shell that runs the tests in the background has its children ignore Ctrl-C, and nohup SIGHUP.
 PROGRAM = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "from cubegrad.study.cli import main; sys.exit(main())"
 )
 
