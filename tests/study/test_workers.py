@@ -156,6 +156,7 @@ def test_a_signal_to_end_keeps_the_finished_runs_and_leaks_nothing(
     finish_and_compare(tmp_path / "stopped", tmp_path / "whole", before)
 
 
+@pytest.mark.thorough
 def test_a_sweep_under_nohup_outlives_its_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
