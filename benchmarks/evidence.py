@@ -70,10 +70,10 @@ def overview(found: list[Comparison]) -> Table:
 
 
 def _cell(one: Comparison, row: Row) -> str:
-    shown = (other for other in one.rows if other.method in MAIN and not other.chose_itself)
+    shown = (other for other in one.rows if other.method in MAIN and not other.chosen_by_its_seeds)
     text = number(one.final(row), one.unit)
     sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
-    marks = " †" * bool(row.summary.at_edge) + " ‡" * row.chose_itself
+    marks = " †" * bool(row.summary.at_edge) + " ‡" * row.chosen_by_its_seeds
     cell = (f"**{text}**" if row is next(shown, None) else text) + sign + marks
     return cell.replace(" ", "\N{NO-BREAK SPACE}")
 
@@ -126,7 +126,7 @@ def _search(row: Row) -> str:
             return "none needed"
         return "MADGRAD's best" if row.method.endswith(COMPACT) else "elsewhere"
     edge = f", {' and '.join(s.at_edge)} at the edge" if s.at_edge else ""
-    itself = ", by the same seeds" if row.chose_itself else ""
+    itself = ", by the same seeds" if row.chosen_by_its_seeds else ""
     return f"{s.searched} runs{edge}{itself}"
 
 
@@ -212,7 +212,7 @@ def standing(found: list[Comparison]) -> list[str]:
         signs = {
             one.short_title: row.gain.sign
             for one in found
-            if (row := one.row(rival)) and not row.chose_itself
+            if (row := one.row(rival)) and not row.chosen_by_its_seeds
         }
         parts = [
             f"{word} on {len(names)}{f' ({listed(names)})' if names and sign else ''}"

@@ -51,8 +51,8 @@ class Row:
         return len({record.settings.lr for record in self.records}) > 1
 
     @property
-    def chose_itself(self) -> bool:
-        """Whether its seeds are those that chose its setting, which flatters it."""
+    def chosen_by_its_seeds(self) -> bool:
+        """Whether the reported seeds also chose the setting, which flatters the result."""
         searched = len(self.records) > len(self.summary.seeds)
         return searched and {r.settings.seed for r in self.records} == {*self.summary.seeds}
 
@@ -156,7 +156,7 @@ def start_of(record: Record) -> str:
 def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
     """One for each problem on a GPU, and what was left out.
 
-    Of several lengths, the longest at which SGD and Adam were run too.
+    Of several lengths, the longest at which MADGRAD, SGD and Adam have seeds beyond the search's.
     """
     groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for folder, records in folders.items():
@@ -178,7 +178,7 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
     for problem in [*TITLES, *sorted(of_problem.keys() - TITLES.keys())]:
         if problem not in of_problem:
             continue
-        first, *others = sorted(of_problem[problem], key=_weight, reverse=True)
+        first, *others = sorted(of_problem[problem], key=_priority, reverse=True)
         lengths = [one for one in others if one.settings.epochs != first.settings.epochs]
         found.append(replace(first, other_lengths=lengths))
         left_out += [
@@ -188,10 +188,11 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
     return found, sorted(left_out)
 
 
-def _weight(one: Comparison) -> tuple[bool, int, int]:
-    """Which comparison of a problem is the one for the tables: that with the highest."""
-    usual = all(one.row(method) for method in ("sgd", "adam"))
-    return usual, one.settings.epochs, sum(one.row(method) is not None for method in MAIN)
+def _priority(one: Comparison) -> tuple[bool, int, int]:
+    """The comparison of a problem with the highest one is in the tables."""
+    rows = [one.row(method) for method in (MADGRAD, "sgd", "adam")]
+    finished = all(row is not None and not row.chosen_by_its_seeds for row in rows)
+    return finished, one.settings.epochs, sum(one.row(method) is not None for method in MAIN)
 
 
 def _compare(places: dict[str, list[Record]]) -> Comparison:

@@ -35,7 +35,7 @@ def places(found: list[Comparison]) -> list[Place]:
         rows = {name: one.row(method) for name, method in RANKED.items()}
         sign = 1 if one.judge.higher_is_better else -1
         ranks = comparison.ranks({n: sign * one.final(r).mean for n, r in rows.items() if r})
-        whole = all(row is not None and not row.chose_itself for row in rows.values())
+        whole = all(row is not None and not row.chosen_by_its_seeds for row in rows.values())
         listed += [
             Place(name, one.short_title, one.kind, rank, whole) for name, rank in ranks.items()
         ]
