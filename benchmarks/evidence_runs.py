@@ -6,9 +6,10 @@
 
 The learning rate of each method is searched with seed 0, and its decay where the preset or `TRIALS`
 has more than one. A search begins at the best setting of the method's runs of another length in
---known, if there are any; else in the middle of the preset's learning rates, without decay if there
-is 0 among the decays, else (and for AdamW) with the middle one. It goes on to the neighbours of the
-best setting until none is better, so no best value is at an edge, unless that is six values
+--known, if there are any, and with its neighbours; if none of those runs had decay, with its rate
+and several decays. Else it begins in the middle of the preset's learning rates, without decay if
+there is 0 among the decays, else (and for AdamW) with the middle one. It goes on to the neighbours
+of the best setting until none is better, so no best value is at an edge, unless that is six values
 (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
 state in codes takes the setting of MADGRAD.
 
@@ -121,9 +122,13 @@ def search(
         return {*_lrs_beside(plan, setting, lrs), *_decays_beside(plan, setting, every)}
 
     wanted = {start, *_lrs_beside(plan, start, lrs)}
-    if (found := _best_at_another_length(plan, entry, elsewhere)) is not None:
+    known = _at_another_length(plan, entry, elsewhere)
+    if (found := statistics.best(known, plan.judge)) is not None:
         begin = found[0], found[1] or start[1]  # AdamW's best may have been without decay
         wanted = {begin, *beside(begin)}
+        if len(decays) > 1 and not any(decay for _, decay in known):
+            # Its rate has been searched, and decay has not: so that first.
+            wanted = {(begin[0], decay) for decay in (*decays, plan.grid.above(decays[-1]))}
     if wanted <= tried.keys():
         best = statistics.best(tried, plan.judge)
         if best is not None:
@@ -153,8 +158,10 @@ def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record
     }
 
 
-def _best_at_another_length(plan: Plan, entry: Entry, records: Iterable[Record]) -> Setting | None:
-    """That of the method's runs with seed 0, of the longest if they have several lengths."""
+def _at_another_length(
+    plan: Plan, entry: Entry, records: Iterable[Record]
+) -> dict[Setting, list[Record]]:
+    """The method's runs with seed 0; the longest if they have several lengths."""
     like = (plan.problem.name, plan.preset_name, plan.device, entry.method, False, 0)
     by_length: dict[int, dict[Setting, list[Record]]] = {}
     for record in records:
@@ -162,7 +169,7 @@ def _best_at_another_length(plan: Plan, entry: Entry, records: Iterable[Record])
         its = (one.problem, one.preset, one.device, one.method, one.hold_out, one.seed)
         if its == like and one.epochs != plan.preset.epochs:
             by_length.setdefault(one.epochs, {})[one.lr, one.decay] = [record]
-    return statistics.best(by_length[max(by_length)], plan.judge) if by_length else None
+    return by_length[max(by_length)] if by_length else {}
 
 
 def _near(plan: Plan, value: float, first: Sequence[float]) -> bool:

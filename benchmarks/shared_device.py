@@ -76,7 +76,8 @@ def chosen(trials: Sequence[Trial], problems: str | None) -> list[Trial]:
 
 def jobs(wanted: Iterable[Wanted], data: Path, runs: Runs) -> list[Job]:
     """Runs as jobs, after those that make the files which they share."""
-    place, todo, first = train.Place(data, save_every=60.0), list[Job](), dict[str, Job]()
+    place = train.Place(data, save_every=60.0, logs=runs.folder / "logs")
+    todo, first = list[Job](), dict[str, Job]()
     for problem, one, seconds in wanted:
         call = partial(_train, problem, one, place, runs.checkpoint(one))
         setting = f"lr {one.lr:g} decay {one.decay:g} seed {one.seed}"

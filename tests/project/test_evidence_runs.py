@@ -86,6 +86,22 @@ def test_a_search_begins_where_runs_of_another_length_had_their_best(runs, plan)
     )
 
 
+def test_a_search_begins_with_decays_if_another_length_had_the_rates_only(runs, plan):
+    plan = replace(plan, decays=(0.0, 1e-5))
+    entry = methods.entry("sgd", plan.preset)
+    elsewhere = [
+        record(replace(plan.settings(entry, (lr, 0.0), 0, hold_out=False), epochs=10), accuracy)
+        for lr, accuracy in ((0.1, 49.0), (0.25, 50.0))
+    ]
+    missing, _ = runs.search(plan, entry, {}, elsewhere)
+    assert {(one.lr, one.decay) for one in missing} == {(0.25, d) for d in (0.0, 1e-5, 2.5e-5)}
+    best, tried = climb(
+        runs, plan, "sgd", lambda lr, d: hill(lr, 1e-4 + d, 0.25, 1.1e-4), elsewhere
+    )
+    assert best == (0.25, 1e-5)
+    assert tried == {(0.25, 0.0), (0.25, 2.5e-5), *((lr, 1e-5) for lr in (0.1, 0.25, 0.5))}
+
+
 def test_a_search_leaves_rates_that_diverge(runs, plan):
     best, _ = climb(runs, plan, "sgd", lambda lr, decay: None if lr > 0.003 else hill(lr, decay))
     assert best[0] == 0.0025
@@ -119,13 +135,16 @@ def test_a_search_ends_if_larger_values_are_always_better(runs, plan):
 
 
 def test_adamw_begins_with_decay_and_mirror_madgrad_with_the_rates_of_madgrad(runs):
-    options = runs.parse(["--preset", "gpu", "--problems", "bookwiki", "--known", "/nowhere"])
+    options = runs.parse(["--preset", "gpu", "--problems", "iwslt14", "--known", "/nowhere"])
     first = {}
     for _, one in runs.wanted(options, {}):
         first.setdefault(one.method, set()).add((one.lr, one.decay))
     assert {decay for _, decay in first["adamw"]} == {0.01}
     assert first["mirror-madgrad"] == first["madgrad"]
     assert len(first["madgrad"]) == 3
+    bookwiki = runs.plan_of(runs.Trial("bookwiki", 1), options)
+    entry = methods.entry("mirror-madgrad", bookwiki.preset)
+    assert {one.lr for one in runs.search(bookwiki, entry, {})[0]} == {0.025, 0.05, 0.1}
 
 
 def test_the_seeds_wait_for_the_search_and_codes_take_the_choice(runs):

@@ -234,6 +234,7 @@ def _gpu() -> Preset:
         # Between the paper's and those of the tiny network of preset cpu, which are larger.
         lrs={
             "madgrad": (5e-3, 2.5e-2),
+            "mirror-madgrad": (2.5e-2, 1e-1),
             "sgd": (2.5e-1, 1.0),
             "adam": (1e-3, 5e-3),
             "adagrad": (1e-2, 5e-2),

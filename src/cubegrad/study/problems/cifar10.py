@@ -144,6 +144,7 @@ def _gpu() -> Preset:
         decays=(1e-4, 5e-4),
         lrs={
             "madgrad": (1e-4, 5e-4),
+            "mirror-madgrad": (5e-4, 2.5e-3),
             "sgd": (5e-2, 2.5e-1),
             "adam": (1e-4, 5e-4),
             "adagrad": (1e-2, 5e-2),
