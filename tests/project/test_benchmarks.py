@@ -5,7 +5,6 @@ import math
 import runpy
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,35 +220,6 @@ def test_the_grids_that_costs_count_have_three_rates(paper_cost):
         preset = catalogue.find(name).presets["paper"]
         for method in preset.methods:
             assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)
-
-
-def test_the_time_of_an_update(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import study_step
-
-    study_step.main(["digits", "--updates", "2", "--warm-up", "1"])
-    *_, row = capsys.readouterr().out.splitlines()
-    name, runs, plain = (cell.strip() for cell in row.strip("|").split("|"))
-    assert name == "digits"
-    assert 0 < float(runs) < 10_000
-    assert 0 < float(plain) < 10_000
-    with pytest.raises(StudyError, match="digits has no preset other: use cpu, gpu, paper"):
-        study_step.main(["digits", "--preset", "other"])
-
-
-@pytest.mark.processes
-def test_the_time_of_an_update_of_processes_that_share_a_device(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import study_step
-
-    began = time.monotonic()
-    study_step.main(["digits", "--updates", "20", "--warm-up", "1", "--processes", "2"])
-    took = time.monotonic() - began
-    *_, header, _, row = capsys.readouterr().out.splitlines()
-    assert "2 processes, ms" in header
-    name, together = (cell.strip() for cell in row.strip("|").split("|"))
-    assert name == "digits"
-    assert 0 < float(together) < 1000 * took / 120  # 3 rounds of 20 updates in each
 
 
 @pytest.mark.training

@@ -38,7 +38,7 @@ def start(schedule):
     job = schedule.next()
     if job is not None:
         schedule.waiting.remove(job)
-        schedule.running[Future()] = job, schedule.gone()
+        schedule.running[Future()] = job, schedule.gone(), schedule.shared()
     return job and job.name
 
 
@@ -63,21 +63,49 @@ def test_problems_come_in_the_order_in_which_they_are_named(shared):
     assert shared.chosen(trials, None) == [trials[n] for n in (0, 2, 1, 3)]
 
 
-@pytest.mark.parametrize(("took", "fits"), [(80.0, True), (95.0, False)])
+def test_no_more_runs_of_a_problem_than_keep_the_device_busy(schedule, shared):
+    jobs = [shared.Job(f"a{count}", print, 1.0, "a", at_once=2) for count in range(3)]
+    made = schedule([*jobs, shared.Job("b0", print, 1.0, "b")])
+    assert [start(made) for _ in range(4)] == ["a0", "a1", "b0", None]
+
+
+def finish(schedule, name, at):
+    """End a running job at this time."""
+    (future,) = (one for one, (job, _, _) in schedule.running.items() if job.name == name)
+    future.set_result(SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0))
+    schedule.runs = SimpleNamespace(append=lambda _: None)
+    schedule.begun |= {job.name for job, _, _ in schedule.running.values()}
+    schedule.gone = lambda: at
+    schedule.finish(future)
+
+
+@pytest.mark.parametrize(("took", "fits"), [(47.0, True), (48.0, False)])
 def test_what_fits_is_told_by_the_last_run_of_its_kind(schedule, shared, took, fits):
     made = schedule(
         [shared.Job("a0", print, 1.0, "a"), shared.Job("a1", print, 1000.0, "a")], seconds=100.0
     )
     assert start(made) == "a0"
     assert start(made) is None  # by the guess
-    (future,) = made.running
-    future.set_result(SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0))
-    made.runs = SimpleNamespace(append=lambda _: None)
-    made.begun.add("a0")
-    made.gone = lambda: took
-    made.finish(future)
-    made.gone = lambda: 0.0
+    finish(made, "a0", took)  # and 1.1 times as long for the next one
     assert start(made) == ("a1" if fits else None)
+
+
+def test_what_fits_depends_on_how_many_share_the_device(schedule, shared):
+    jobs = [shared.Job(f"a{count}", print, 50.0, "a") for count in range(5)]
+    made = schedule(jobs[:3], seconds=300.0)
+    assert [start(made), start(made)] == ["a0", "a1"]
+    made.gone = lambda: 40.0
+    assert start(made) == "a2"
+    made.plan = lambda: jobs
+    finish(made, "a0", 100.0)  # half of 40 s and a third of 60
+    assert made.took["a"] == pytest.approx(40)
+    assert made.expected(jobs[3]) == pytest.approx(1.1 * 40 * 3)
+    finish(made, "a2", 120.0)  # a third of 60 s and half of 20
+    assert made.took["a"] == pytest.approx(30)
+    assert made.expected(jobs[3]) == pytest.approx(1.1 * 30 * 2)
+    made.gone = lambda: 233.0
+    assert start(made) == "a3"
+    assert start(made) is None  # it would take 99 s
 
 
 def test_the_compiler_runs_once_before_the_runs_of_a_problem(shared, tmp_path):
