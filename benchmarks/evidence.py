@@ -37,6 +37,7 @@ PAGES = {  # what of them is made here
 }
 RIVALS = ("sgd", "adam", "adamw", "adagrad")
 BETTER, WORSE = "▲", "▼"
+NO_BREAK, BREAK = "\N{NO-BREAK SPACE}", "<br>"
 
 Table = list[list[str]]  # the first row is the header
 
@@ -65,17 +66,18 @@ def overview(found: list[Comparison]) -> Table:
     for one in found:
         found_rows = map(one.row, methods)
         cells = ["–" if row is None else _cell(one, row) for row in found_rows]
-        rows.append([f"{one.title}, {one.settings.epochs} epochs: {metric(one)}", *cells])
+        rows.append([f"{one.title}{BREAK}{one.settings.epochs} epochs: {metric(one)}", *cells])
     return rows
 
 
 def _cell(one: Comparison, row: Row) -> str:
+    """The mean with its marks, and below it the error, so that the table fits on a page."""
     shown = (other for other in one.rows if other.method in MAIN and not other.chosen_by_its_seeds)
-    text = number(one.final(row), one.unit)
+    mean, _, error = number(one.final(row), one.unit).partition(" ± ")
     sign = {1: f" {BETTER}", -1: f" {WORSE}", 0: ""}[0 if row.method == MADGRAD else row.gain.sign]
     marks = " †" * bool(row.summary.at_edge) + " ‡" * row.chosen_by_its_seeds
-    cell = (f"**{text}**" if row is next(shown, None) else text) + sign + marks
-    return cell.replace(" ", "\N{NO-BREAK SPACE}")
+    cell = (f"**{mean}**" if row is next(shown, None) else mean) + sign + marks
+    return cell.replace(" ", NO_BREAK) + (f"{BREAK}±{NO_BREAK}{error}" if error else "")
 
 
 def details(one: Comparison) -> Table:

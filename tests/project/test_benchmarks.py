@@ -15,7 +15,7 @@ from PIL import Image
 from pretend_cuda import pretend_cuda
 from small_mri import discs, write_slices
 
-from cubegrad.study import StudyError, catalogue
+from cubegrad.study import catalogue
 from cubegrad.study.data import cifar10 as data
 from cubegrad.study.grid import Grid
 from cubegrad.study.problems import cifar10

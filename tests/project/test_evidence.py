@@ -164,7 +164,7 @@ def test_the_tables_say_what_was_found(evidence):
     fixed = [r for r in own_folder() if r.settings.lr != 0.4]  # SGD's best is now its lowest
     parts = evidence.blocks({"bookwiki": fixed})
     first = parts["overview"].splitlines()[2].replace("\N{NO-BREAK SPACE}", " ")
-    assert "| **2.020 ± 0.012** | 3.020 ± 0.012 ▼ † | 2.220 ± 0.012 ▼ |" in first
+    assert "| **2.020**<br>± 0.012 | 3.020 ▼ †<br>± 0.012 | 2.220 ▼<br>± 0.012 |" in first
     adam = next(line for line in parts["details"].splitlines() if line.startswith("| Adam "))
     assert "| 0.01 | 0 | 3 | 3 runs | 2 | 0.060 | 36 s |" in adam
     sgd = next(line for line in parts["details"].splitlines() if line.startswith("| SGD"))
@@ -183,7 +183,7 @@ def test_a_result_of_the_seed_that_chose_it_is_marked_and_not_the_best(evidence,
     assert [row.label for row in one.rows if row.chosen_by_its_seeds] == ["AdamW"]
     parts = evidence.blocks(folders)
     first = parts["overview"].splitlines()[2].replace("\N{NO-BREAK SPACE}", " ")
-    assert "| **2.020 ± 0.012** |" in first
+    assert "| **2.020**<br>± 0.012 |" in first
     assert "| 1 ‡ |" in first
     adamw = next(line for line in parts["details"].splitlines() if line.startswith("| AdamW "))
     assert "| – | 0.2 | 0 | 1 | 3 runs, by the same seeds |" in adamw
