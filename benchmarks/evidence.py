@@ -37,7 +37,7 @@ PAGES = {  # what of them is made here
 }
 RIVALS = ("sgd", "adam", "adamw", "adagrad")
 BETTER, WORSE = "▲", "▼"
-NO_BREAK, BREAK = "\N{NO-BREAK SPACE}", "<br>"
+NO_BREAK, MAY_BREAK, BREAK = "\N{NO-BREAK SPACE}", "\N{ZERO WIDTH SPACE}", "<br>"
 
 Table = list[list[str]]  # the first row is the header
 
@@ -62,7 +62,9 @@ def length(one: Comparison) -> str:
 def overview(found: list[Comparison]) -> Table:
     """Problems by methods: the result, and whether it differs from MADGRAD's."""
     methods = [method for method in MAIN if any(one.row(method) for one in found)]
-    rows = [["", *(METHODS[method].label for method in methods)]]
+    # The longest name may break.
+    labels = (METHODS[m].label.replace("Mirror", f"Mirror{MAY_BREAK}") for m in methods)
+    rows = [["", *labels]]
     for one in found:
         found_rows = map(one.row, methods)
         cells = ["–" if row is None else _cell(one, row) for row in found_rows]
