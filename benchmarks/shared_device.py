@@ -215,7 +215,8 @@ class Schedule:
     def finish(self, future: Future[Record | None]) -> None:
         now = self.shared()
         job, begun, shared = self.running.pop(future)
-        took = duration(self.gone() - begun)
+        seconds = self.gone() - begun
+        took = duration(seconds)
         try:
             record = future.result()
         except Exception as error:  # the other runs go on
@@ -225,7 +226,8 @@ class Schedule:
             self.say(f"FAILED {job.name} after {took}: {type(error).__name__}: {error}")
             return
         if record is not None:
-            self.took[job.kind] = now - shared
+            # A run that resumed has seconds of its own from before.
+            self.took[job.kind] = (now - shared) * max(record.seconds / seconds, 1.0)
             self.runs.append(record)
             self.update()
         result = "" if record is None else f": {record.last(record.about['metric'])}"

@@ -27,6 +27,7 @@ from cubegrad.study.arguments import count
 from cubegrad.study.records import machine
 
 ROUNDS = 3
+PATIENCE = 600.0  # seconds for the other processes to compile, after which one must have failed
 
 
 def endless(task: Task) -> Iterator[Any]:
@@ -84,7 +85,7 @@ def _set_ready(barrier: Any) -> None:
 def _times(name: str, options: argparse.Namespace) -> tuple[float, float]:
     """When this process began and ended its updates, by a clock that all processes share."""
     updates = Updates(name, options)
-    _ready.wait()
+    _ready.wait(PATIENCE)
     begun = time.monotonic()
     updates.run(ROUNDS * options.updates)
     return begun, time.monotonic()

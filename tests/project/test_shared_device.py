@@ -69,10 +69,11 @@ def test_no_more_runs_of_a_problem_than_keep_the_device_busy(schedule, shared):
     assert [start(made) for _ in range(4)] == ["a0", "a1", "b0", None]
 
 
-def finish(schedule, name, at):
-    """End a running job at this time."""
+def finish(schedule, name, at, seconds=0.0):
+    """End a running job at this time; its record may have seconds of an earlier start."""
     (future,) = (one for one, (job, _, _) in schedule.running.items() if job.name == name)
-    future.set_result(SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0))
+    record = SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0, seconds=seconds)
+    future.set_result(record)
     schedule.runs = SimpleNamespace(append=lambda _: None)
     schedule.begun |= {job.name for job, _, _ in schedule.running.values()}
     schedule.gone = lambda: at
@@ -106,6 +107,8 @@ def test_what_fits_depends_on_how_many_share_the_device(schedule, shared):
     made.gone = lambda: 233.0
     assert start(made) == "a3"
     assert start(made) is None  # it would take 99 s
+    finish(made, "a3", 243.0, seconds=40.0)  # a quarter of it now, beside a1
+    assert made.took["a"] == pytest.approx(5 * 4)
 
 
 def test_the_compiler_runs_once_before_the_runs_of_a_problem(shared, tmp_path):
