@@ -8,10 +8,10 @@ The learning rate of each method is searched with seed 0, and its decay where th
 has more than one. A search begins at the best setting of the method's runs of another length in
 --known, if there are any, and with its neighbours; if none of those runs had decay, with its rate
 and several decays. Else it begins in the middle of the preset's learning rates, without decay if
-there is 0 among the decays, else (and for AdamW) with the middle one. It goes on to the neighbours
-of the best setting until none is better, so no best value is at an edge, unless that is six values
-(`Plan.widen`) beyond the preset's. The best setting then runs with further seeds. MADGRAD with a
-state in codes takes the setting of MADGRAD.
+there is 0 among the decays, else (and where decay is decoupled) with the middle one. It goes on to
+the neighbours of the best setting until none is better, so no best value is at an edge, unless that
+is six values (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds.
+MADGRAD with a state in codes takes the setting of MADGRAD.
 
 Each problem has a folder in --out. Runs that are there or in --known are not repeated, but for
 those of `finetune` in --known. With --minutes no run is started that would probably not end in
@@ -32,12 +32,13 @@ from shared_device import Job, Wanted
 
 from cubegrad.study import StudyError, catalogue, methods, report, statistics
 from cubegrad.study.experiments import experiments
-from cubegrad.study.methods import Entry
+from cubegrad.study.methods import METHODS, Entry
 from cubegrad.study.plan import Plan
 from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Setting
 
 SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
+FURTHER = ("madgrad-decoupled",)  # if --methods names it
 COMPACT = "madgrad-compact"
 
 
@@ -48,7 +49,7 @@ class Trial(NamedTuple):
     seconds: float  # expected for a run, beside others
     epochs: int | None = None
     schedule: str | None = None
-    decays: tuple[float, ...] = ()  # of all methods but AdamW
+    decays: tuple[float, ...] = ()  # of the methods with coupled decay
     seeds: int = 3  # of the best setting
     at_once: int | None = None  # runs that keep an H200 busy, so that more only take longer
 
@@ -113,8 +114,9 @@ def search(
 
     `elsewhere` may have runs of another length, where the search then begins.
     """
-    lrs, decays = _range(plan, entry), sorted(plan.first_decays(entry))
-    without = 0 in decays and entry.method != "adamw"  # which is Adam then
+    lrs, decays = plan.first_lrs(entry), sorted(plan.first_decays(entry))
+    # Without decay, a method that decouples it is another one: AdamW is Adam.
+    without = 0 in decays and not METHODS[entry.method].decoupled
     start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
     tried = _tried(plan.settings(entry, start, 0, hold_out=False), done)
 
@@ -141,13 +143,6 @@ def search(
             return [], best
     missing = sorted(wanted - tried.keys())
     return [plan.settings(entry, setting, 0, hold_out=False) for setting in missing], None
-
-
-def _range(plan: Plan, entry: Entry) -> tuple[float, ...]:
-    """Most presets have no range of MirrorMADGRAD, whose rates are of the size of MADGRAD's."""
-    if entry.method == "mirror-madgrad" and entry.method not in plan.preset.lrs:
-        entry = methods.entry("madgrad", plan.preset)
-    return plan.first_lrs(entry)
 
 
 def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record]]:
@@ -253,8 +248,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _methods(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in SEARCHED]:
-        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: use some of {','.join(SEARCHED)}")
+    if unknown := [name for name in names if name not in (*SEARCHED, *FURTHER)]:
+        known = ",".join((*SEARCHED, *FURTHER))
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: use some of {known}")
     return names
 
 

@@ -218,6 +218,9 @@ def test_methods_can_be_chosen(runs, capsys):
     options = ["--preset", "gpu", "--problems", "imagenet", "--known", "/nowhere"]
     some = runs.wanted(runs.parse([*options, "--methods", "adam,sgd"]), {})
     assert {one.method for _, one in some} == {"adam", "sgd"}
+    decoupled = [*options, "--problems", "bookwiki", "--methods", "madgrad-decoupled"]
+    first = [one for _, one in runs.wanted(runs.parse(decoupled), {})]
+    assert {(one.lr, one.decay) for one in first} == {(lr, 0.01) for lr in (0.005, 0.01, 0.025)}
     with pytest.raises(SystemExit):
         runs.parse(["--methods", "sgd,adan"])
     assert "adan: use some of sgd,madgrad" in capsys.readouterr().err

@@ -46,6 +46,7 @@ def test_adamw_has_adams_rates_and_decays_of_its_own() -> None:
     both = plan(entries=[SGD, ADAMW])
     assert both.first_lrs(ADAMW) == (1e-3, 2.5e-3, 5e-3)
     assert both.first_decays(ADAMW) == (0.0, 0.01)
+    assert both.first_decays(Entry("madgrad-decoupled", "flat")) == (0.0, 0.01)
     assert both.first_decays(SGD) == (0.0, 1e-4)
     assert plan(decays=(0.5,)).first_decays(ADAMW) == (0.5,)
 

@@ -52,6 +52,29 @@ def test_a_compact_method_differs_by_its_form_of_the_state_alone(name: str) -> N
     assert METHODS[f"{name}-compact"].estimates == METHODS[name].estimates
 
 
+def test_decoupled_decay_shrinks_the_weights_whatever_the_gradients() -> None:
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in "ab"]
+    for name, param in zip(("madgrad-decoupled", "adamw"), params, strict=True):
+        optimizer = make(name, [param], 0.1, 0.5)
+        for _ in range(3):
+            param.grad = torch.zeros(1)
+            optimizer.step()
+    torch.testing.assert_close(*params)
+    assert params[0].item() == pytest.approx(0.95**3)
+
+
+def test_a_method_without_a_range_of_its_own_takes_that_of_the_method_it_is_like() -> None:
+    preset = Preset(1, 1, lrs={"madgrad": (1.0, 2.0), "adam": (3.0, 4.0)})
+    found = {name: Entry(name, "flat").lrs(preset) for name in OURS}
+    like = {name for name, lrs in found.items() if lrs == (1.0, 2.0)}
+    mirror = {"mirror-madgrad", "mirror-madgrad-compact"}
+    assert like == {"madgrad", "madgrad-compact", "madgrad-decoupled", *mirror}
+    assert {name for name, lrs in found.items() if lrs == (3.0, 4.0)} == {"adam", "adamw"}
+    own = Preset(1, 1, lrs={"madgrad": (1.0, 2.0), "mirror-madgrad": (5.0, 6.0)})
+    assert all(Entry(name, "flat").lrs(own) == (5.0, 6.0) for name in mirror)
+    assert Entry("adamw", "flat").lrs(own) == METHODS["adamw"].lrs
+
+
 def test_momentum_is_the_papers() -> None:
     param = [torch.nn.Parameter(torch.ones(1))]
     momenta = {name: make(name, param, 0.1, 0.0).param_groups[0].get("momentum") for name in OURS}

@@ -25,14 +25,23 @@ class Method(NamedTuple):
     schedule: str = ""  # the one its authors recommend, instead of the preset's
     wants: tuple[str, ...] = ()  # further arguments of `make`, of those that `make` below has
     package: str = ""  # of the extra `peers`
+    like: str = ""  # the method whose range a preset means, if it has none for this one
+    decoupled: bool = False  # decay is multiplied by the learning rate; a preset has its own for it
 
 
 METHODS: dict[str, Method] = {
     "madgrad": Method("MADGRAD", cubegrad.MADGRAD, (1e-4, 1e-2)),
     "madgrad-auto": Method("MADGRAD, lr auto", cubegrad.MADGRAD, (1.0, 1.0), estimates=True),
-    "mirror-madgrad": Method("MirrorMADGRAD", cubegrad.MirrorMADGRAD, (1e-4, 1e-2)),
+    "madgrad-decoupled": Method(
+        "MADGRAD, decoupled decay",
+        partial(cubegrad.MADGRAD, decoupled_weight_decay=True),
+        (1e-4, 1e-2),
+        like="madgrad",
+        decoupled=True,
+    ),
+    "mirror-madgrad": Method("MirrorMADGRAD", cubegrad.MirrorMADGRAD, (1e-4, 1e-2), like="madgrad"),
     "madgrad-compact": Method(
-        "MADGRAD, compact", partial(cubegrad.MADGRAD, compact=True), (1e-4, 1e-2)
+        "MADGRAD, compact", partial(cubegrad.MADGRAD, compact=True), (1e-4, 1e-2), like="madgrad"
     ),
     "madgrad-auto-compact": Method(
         "MADGRAD, lr auto, compact",
@@ -41,12 +50,15 @@ METHODS: dict[str, Method] = {
         estimates=True,
     ),
     "mirror-madgrad-compact": Method(
-        "MirrorMADGRAD, compact", partial(cubegrad.MirrorMADGRAD, compact=True), (1e-4, 1e-2)
+        "MirrorMADGRAD, compact",
+        partial(cubegrad.MirrorMADGRAD, compact=True),
+        (1e-4, 1e-2),
+        like="mirror-madgrad",
     ),
     "sgd": Method("SGD", partial(SGD, momentum=0.9), (1e-2, 1.0)),
     "sgd-plain": Method("SGD, no momentum", SGD, (1e-2, 1.0)),
     "adam": Method("Adam", Adam, (1e-4, 1e-2)),
-    "adamw": Method("AdamW", AdamW, (1e-4, 1e-2)),
+    "adamw": Method("AdamW", AdamW, (1e-4, 1e-2), like="adam", decoupled=True),
     "adagrad": Method("AdaGrad", Adagrad, (1e-2, 1.0)),
     "da": Method("DA", family.DA, (1e-1, 1e1)),
     "weighted-da": Method("weighted DA", family.WeightedDA, (1e-2, 1.0)),
@@ -146,10 +158,10 @@ class Entry:
 
     def lrs(self, preset: Preset) -> tuple[float, float]:
         """The range of the first grid; under a/√(i+b) scaled to the same rate at the first step."""
-        own = preset.lrs.get(self.method)
-        if own is None and self.method == "adamw":  # a first step of the same size
-            own = preset.lrs.get("adam")
-        low, high = own or METHODS[self.method].lrs
+        like = self.method
+        while like and like not in preset.lrs:
+            like = METHODS[like].like
+        low, high = preset.lrs[like] if like else METHODS[self.method].lrs
         name, _, b = self.schedule.partition(":")
         scale = math.sqrt(float(b)) if name == "sqrt" else 1.0
         return low * scale, high * scale

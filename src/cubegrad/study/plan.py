@@ -66,7 +66,9 @@ class Plan:
         return values
 
     def first_decays(self, entry: Entry) -> tuple[float, ...]:
-        return self.decays or self.preset.own_decays.get(entry.method, self.preset.decays)
+        own = self.preset.own_decays
+        decoupled = own.get("adamw") if methods.METHODS[entry.method].decoupled else None
+        return self.decays or own.get(entry.method) or decoupled or self.preset.decays
 
     def has_one_setting(self, entry: Entry) -> bool:
         """Whether there is nothing to choose, so that no seed influences a choice."""

@@ -38,6 +38,7 @@ Split = Literal["train", "valid", "test"]
 PAPER_METHODS = ("madgrad", "sgd", "adam", "adagrad")
 DEFAULT_METHODS = ("madgrad", "sgd", "adam", "adamw", "adagrad")
 # AdamW multiplies its decay by the learning rate, so it takes larger ones; 0.01 is torch's default.
+# Other methods with decoupled decay take AdamW's.
 OWN_DECAYS: Mapping[str, tuple[float, ...]] = {"adamw": (0.0, 0.01)}
 
 
