@@ -189,7 +189,7 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
 
 
 def _priority(one: Comparison) -> tuple[bool, int, int]:
-    """The comparison of a problem with the highest one is in the tables."""
+    """Sort key: of a problem's comparisons, the one with the highest key is in the tables."""
     rows = [one.row(method) for method in (MADGRAD, "sgd", "adam")]
     finished = all(row is not None and not row.chosen_by_its_seeds for row in rows)
     return finished, one.settings.epochs, sum(one.row(method) is not None for method in MAIN)

@@ -38,7 +38,6 @@ from cubegrad.study.records import Record, Runs, Settings
 from cubegrad.study.statistics import Setting
 
 SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
-FURTHER = ("madgrad-decoupled",)  # if --methods names it
 COMPACT = "madgrad-compact"
 
 
@@ -51,7 +50,7 @@ class Trial(NamedTuple):
     schedule: str | None = None
     decays: tuple[float, ...] = ()  # of the methods with coupled decay
     seeds: int = 3  # of the best setting
-    at_once: int | None = None  # runs that keep an H200 busy, so that more only take longer
+    at_once: int | None = None  # the most runs at a time; on an H200 more only take longer
 
 
 DECAYS = (0.0, 1e-5)  # where the preset has none, as the paper's best is 0
@@ -115,7 +114,7 @@ def search(
     `elsewhere` may have runs of another length, where the search then begins.
     """
     lrs, decays = plan.first_lrs(entry), sorted(plan.first_decays(entry))
-    # Without decay, a method that decouples it is another one: AdamW is Adam.
+    # Without decay AdamW is just Adam, so methods with decoupled decay begin with some.
     without = 0 in decays and not METHODS[entry.method].decoupled
     start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
     tried = _tried(plan.settings(entry, start, 0, hold_out=False), done)
@@ -130,7 +129,7 @@ def search(
         begin = found[0], found[1] or start[1]  # AdamW's best may have been without decay
         wanted = {begin, *beside(begin)}
         if len(decays) > 1 and not any(decay for _, decay in known):
-            # Its rate has been searched, and decay has not: so that first.
+            # The rate is known from those runs and the decay is not, so try decays first.
             wanted = {(begin[0], decay) for decay in (*decays, plan.grid.above(decays[-1]))}
     if wanted <= tried.keys():
         best = statistics.best(tried, plan.judge)
@@ -248,9 +247,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _methods(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in (*SEARCHED, *FURTHER)]:
-        known = ",".join((*SEARCHED, *FURTHER))
-        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: use some of {known}")
+    if unknown := [name for name in names if name not in METHODS]:
+        raise argparse.ArgumentTypeError(f"{','.join(unknown)}: use some of {','.join(METHODS)}")
     return names
 
 

@@ -4,7 +4,7 @@ Problems come in the order of --problems. A later one gets the workers for which
 nothing to start, because its search waits for results, its data is still being unpacked, or as many
 of its runs as keep the device busy are running.
 
-On a GPU start CUDA MPS before (`nvidia-cuda-mps-control -d`), so that kernels of several processes
+On a GPU, start CUDA MPS first (`nvidia-cuda-mps-control -d`), so that kernels of several processes
 overlap. On an H200 nine runs of iwslt14 took 9.8 s an epoch with it, beside one or two of bookwiki,
 and 14.0 s without it and without those (torch 2.11, 2026-11-18). Runs of bookwiki gain nothing from
 each other: their kernels fill the GPU.
@@ -38,7 +38,7 @@ FOLDERS = {  # which a problem's data is in; its runs wait for them
     "finetune": ("novels", "wikitext-2"),
 }
 COMPILED = ("cifar10", "imagenet", "fastmri")  # on a GPU; so are those with other shared files
-LATER = 1.1  # runs may take this many times as long as the last one of their problem says
+MARGIN = 1.1  # a run may take this many times as long as expected
 
 
 class HasProblem(Protocol):
@@ -63,6 +63,12 @@ class Job(NamedTuple):
     @property
     def has_data(self) -> bool:
         return all(folder.exists() for folder in self.folders)
+
+
+class Running(NamedTuple):
+    job: Job
+    begun: float  # by `Schedule.gone`
+    begun_share: float  # by `Schedule.device_share`
 
 
 class Wanted(NamedTuple):
@@ -137,11 +143,10 @@ class Schedule:
         self.waiting: list[Job] = []
         self.begun: set[str] = set()
         self.update()
-        # With each job the time when it began, by both clocks.
-        self.running: dict[Future[Record | None], tuple[Job, float, float]] = {}
-        self.share = self.counted = 0.0
+        self.running: dict[Future[Record | None], Running] = {}
+        self.share = self.share_until = 0.0
         self.failed: list[str] = []
-        self.took: dict[str, float] = {}  # by the clock `shared`, the last run of each kind
+        self.took: dict[str, float] = {}  # device seconds, the last run of each kind
         # Not fork: CUDA does not survive it.
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(workers, context, die_with_parent)
@@ -152,21 +157,21 @@ class Schedule:
     def gone(self) -> float:
         return time.monotonic() - self.start
 
-    def shared(self) -> float:
-        """A clock that n running jobs slow down n times: how long each would have taken alone.
+    def device_share(self) -> float:
+        """Seconds of the device that a job running from the start has had, if all get the same.
 
-        Call it before a job begins or ends.
+        Call it before the number of running jobs changes.
         """
         now = self.gone()
-        self.share += (now - self.counted) / max(len(self.running), 1)
-        self.counted = now
+        self.share += (now - self.share_until) / max(len(self.running), 1)
+        self.share_until = now
         return self.share
 
     def say(self, text: str) -> None:
         print(f"{duration(self.gone())} {text}", file=sys.stderr, flush=True)
 
     def next(self) -> Job | None:
-        running = [job for job, _, _ in self.running.values()]
+        running = [one.job for one in self.running.values()]
         open_names = {job.name for job in (*self.waiting, *running)}
         kinds = Counter(job.kind for job in running)
         for job in self.waiting:
@@ -176,10 +181,10 @@ class Schedule:
         return None
 
     def expected(self, job: Job) -> float:
-        """As if the device were shared evenly, by as many as now and this job."""
+        """Its duration if it shares the device evenly with the jobs that run now."""
         if job.kind not in self.took:
             return job.seconds
-        return LATER * self.took[job.kind] * (len(self.running) + 1)
+        return MARGIN * self.took[job.kind] * (len(self.running) + 1)
 
     def fits(self, job: Job) -> bool:
         return self.gone() + self.expected(job) <= self.seconds
@@ -194,12 +199,7 @@ class Schedule:
         said = 0.0
         while self.gone() < self.seconds:
             while len(self.running) < self.workers and (job := self.next()):
-                self.waiting.remove(job)
-                self.begun.add(job.name)
-                self.say(f"start {job.name}, about {duration(self.expected(job))}")
-                begun = self.gone(), self.shared()
-                with no_interrupts():
-                    self.running[self.pool.submit(job.call)] = job, *begun
+                self.begin(job)
             if not self.running and not self.data_may_come():
                 break
             if not self.running:
@@ -209,12 +209,20 @@ class Schedule:
                 self.finish(future)
             if self.gone() - said > 20:
                 said = self.gone()
-                names = ", ".join(job.name for job, _, _ in self.running.values())
+                names = ", ".join(one.job.name for one in self.running.values())
                 self.say(f"{len(self.waiting)} wait; now {names}")
 
+    def begin(self, job: Job) -> None:
+        self.waiting.remove(job)
+        self.begun.add(job.name)
+        self.say(f"start {job.name}, about {duration(self.expected(job))}")
+        running = Running(job, self.gone(), self.device_share())
+        with no_interrupts():
+            self.running[self.pool.submit(job.call)] = running
+
     def finish(self, future: Future[Record | None]) -> None:
-        now = self.shared()
-        job, begun, shared = self.running.pop(future)
+        share = self.device_share()
+        job, begun, begun_share = self.running.pop(future)
         seconds = self.gone() - begun
         took = duration(seconds)
         try:
@@ -226,8 +234,8 @@ class Schedule:
             self.say(f"FAILED {job.name} after {took}: {type(error).__name__}: {error}")
             return
         if record is not None:
-            # A run that resumed has seconds of its own from before.
-            self.took[job.kind] = (now - shared) * max(record.seconds / seconds, 1.0)
+            # record.seconds includes the time before a kill; scale a resumed run to a whole one.
+            self.took[job.kind] = (share - begun_share) * max(record.seconds / seconds, 1.0)
             self.runs.append(record)
             self.update()
         result = "" if record is None else f": {record.last(record.about['metric'])}"
@@ -235,7 +243,7 @@ class Schedule:
 
     def close(self) -> None:
         """Stop at once. Checkpoints stay."""
-        running = [job.name for job, _, _ in self.running.values()]
+        running = [one.job.name for one in self.running.values()]
         left = running + [job.name for job in self.waiting]
         if left:
             self.say(f"not run: {', '.join(left)}")

@@ -223,4 +223,4 @@ def test_methods_can_be_chosen(runs, capsys):
     assert {(one.lr, one.decay) for one in first} == {(lr, 0.01) for lr in (0.005, 0.01, 0.025)}
     with pytest.raises(SystemExit):
         runs.parse(["--methods", "sgd,adan"])
-    assert "adan: use some of sgd,madgrad" in capsys.readouterr().err
+    assert "adan: use some of madgrad,madgrad-auto,madgrad-decoupled," in capsys.readouterr().err

@@ -23,7 +23,8 @@ def shared(monkeypatch):
 @pytest.fixture
 def schedule(shared, tmp_path, monkeypatch):
     """A function that makes a Schedule whose pool runs nothing, and whose clock stands still."""
-    monkeypatch.setattr(shared, "ProcessPoolExecutor", lambda *_: None)
+    pool = SimpleNamespace(submit=lambda _: Future())
+    monkeypatch.setattr(shared, "ProcessPoolExecutor", lambda *_: pool)
 
     def make(jobs, seconds=float("inf")):
         made = shared.Schedule(lambda: jobs, 8, seconds, Runs(tmp_path))
@@ -37,8 +38,7 @@ def start(schedule):
     """Start the next job, if there is one."""
     job = schedule.next()
     if job is not None:
-        schedule.waiting.remove(job)
-        schedule.running[Future()] = job, schedule.gone(), schedule.shared()
+        schedule.begin(job)
     return job and job.name
 
 
@@ -71,11 +71,10 @@ def test_no_more_runs_of_a_problem_than_keep_the_device_busy(schedule, shared):
 
 def finish(schedule, name, at, seconds=0.0):
     """End a running job at this time; its record may have seconds of an earlier start."""
-    (future,) = (one for one, (job, _, _) in schedule.running.items() if job.name == name)
+    (future,) = (future for future, one in schedule.running.items() if one.job.name == name)
     record = SimpleNamespace(about={"metric": "loss"}, last=lambda _: 1.0, seconds=seconds)
     future.set_result(record)
     schedule.runs = SimpleNamespace(append=lambda _: None)
-    schedule.begun |= {job.name for job, _, _ in schedule.running.values()}
     schedule.gone = lambda: at
     schedule.finish(future)
 

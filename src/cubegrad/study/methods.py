@@ -25,8 +25,8 @@ class Method(NamedTuple):
     schedule: str = ""  # the one its authors recommend, instead of the preset's
     wants: tuple[str, ...] = ()  # further arguments of `make`, of those that `make` below has
     package: str = ""  # of the extra `peers`
-    like: str = ""  # the method whose range a preset means, if it has none for this one
-    decoupled: bool = False  # decay is multiplied by the learning rate; a preset has its own for it
+    like: str = ""  # takes this method's learning rates from presets that have none for it
+    decoupled: bool = False  # decay is multiplied by the learning rate, so AdamW's decays apply
 
 
 METHODS: dict[str, Method] = {
