@@ -61,8 +61,8 @@ TRIALS = {
         Trial("finetune", 30),
         Trial("cifar10", 250, seeds=5, at_once=5),
         Trial("iwslt14", 200, epochs=30, decays=DECAYS),
-        Trial("bookwiki", 240, epochs=30, schedule="polynomial:3000", decays=DECAYS, at_once=5),
-        Trial("fastmri", 150, decays=DECAYS),
+        Trial("bookwiki", 240, epochs=30, schedule="polynomial:3000", decays=DECAYS, at_once=4),
+        Trial("fastmri", 150, decays=DECAYS, seeds=5),  # a seed for each fold of the heads
     ),
     "cpu": (Trial("digits", 10),),
 }
