@@ -1,6 +1,7 @@
 """The report's sentences, for made-up records."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from made_up_records import CIFAR10_RECORDS, cifar10_record
@@ -119,6 +120,21 @@ def test_runs_from_different_weights_are_named() -> None:
     (note,) = note_of("aa", "bb", None)
     assert "2 different sets of weights (aa, bb)" in note
     assert note_of("aa") == note_of("aa", None) == note_of(None) == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ([1], "1 seed"),
+        ([3, 3], "3 seeds"),
+        ([5, 1], "1 or 5 seeds"),
+        ([2, 5, 1], "1 to 5 seeds"),
+        ([0, 2], "2 seeds"),
+    ],
+)
+def test_numbers_of_seeds(counts: list[int], words: str) -> None:
+    summaries = [SimpleNamespace(seeds=range(count)) for count in counts]
+    assert wording.seed_counts(summaries) == words  # type: ignore[arg-type]
 
 
 def test_a_result_of_one_seed_says_so() -> None:

@@ -138,9 +138,8 @@ def _draft(experiments: Sequence[Experiment], folder: Path, commands: Sequence[s
 def _draw(experiment: Experiment, path: Path) -> dict[str, str]:
     """Save the plots as `path` plus an ending; returns file names by what they show."""
     arguments = (experiment.summaries, experiment.judge, experiment.unit)
-    counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
-    seeds = " or ".join(map(str, counts))
-    title = f"{experiment.about['description']}: mean of {seeds} seeds ± 2 standard errors"
+    seeds = wording.seed_counts(experiment.summaries)
+    title = f"{experiment.about['description']}: mean of {seeds} ± 2 standard errors"
     plots = {"curves": ("curves", figures.curves(*arguments, title))}
     heading = f"{experiment.name}: the search, at each method's best decay"
     plots["learning rates"] = ("lr", figures.lr_figure(*arguments, heading))

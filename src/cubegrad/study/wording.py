@@ -132,14 +132,19 @@ def compared(experiment: Experiment) -> str:
     about = experiment.about["description"] or s.problem
     schedules = {record.settings.schedule for record in experiment.records}
     rate = schedule_words(s.schedule) if len(schedules) == 1 else "each under the schedule named"
-    counts = sorted({len(summary.seeds) for summary in experiment.summaries} - {0}) or [0]
-    seeds = " or ".join(map(str, counts))
     device = {"cpu": "the CPU", "cuda": "a GPU"}.get(s.device, s.device)
     epochs = f"{s.epochs} epoch{'s' if s.epochs > 1 else ''}"
     return (
         f"{about[:1].upper()}{about[1:]}: {epochs} at batch size {s.batch}, {rate}, on {device}. "
-        f"Results are means over {seeds} seed{'s' if seeds != '1' else ''} ± 2 standard errors."
+        f"Results are means over {seed_counts(experiment.summaries)} ± 2 standard errors."
     )
+
+
+def seed_counts(summaries: Iterable[Summary]) -> str:
+    """`3 seeds`, or `3 or 5 seeds` if the methods have different numbers, or `1 to 5 seeds`."""
+    counts = sorted({len(summary.seeds) for summary in summaries} - {0}) or [0]
+    words = f"{counts[0]} to {counts[-1]}" if len(counts) > 2 else " or ".join(map(str, counts))
+    return f"{words} seed{'' if words == '1' else 's'}"
 
 
 def schedule_words(schedule: str) -> str:
