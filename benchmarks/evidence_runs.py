@@ -5,13 +5,13 @@
     ... --table
 
 The learning rate of each method is searched with seed 0, and its decay where the preset or `TRIALS`
-has more than one. A search begins at the best setting of the method's runs of another length in
---known, if there are any, and with its neighbours; if none of those runs had decay, with its rate
-and several decays. Else it begins in the middle of the preset's learning rates, without decay if
-there is 0 among the decays, else (and where decay is decoupled) with the middle one. It goes on to
-the neighbours of the best setting until none is better, so no best value is at an edge, unless that
-is six values (`Plan.widen`) beyond the preset's. The best setting then runs with further seeds.
-MADGRAD with a state in codes takes the setting of MADGRAD.
+has more than one. If --known has runs of the method at another length or with other options of the
+problem, a search begins at their best setting and its neighbours; if none of them had decay, at
+their best rate with several decays. Else it begins in the middle of the preset's learning rates,
+without decay if there is 0 among the decays, else (and where decay is decoupled) with the middle
+one. It goes on to the neighbours of the best setting until none is better, so no best value is at
+an edge, unless that is six values (`Plan.widen`) beyond the preset's. The best setting then runs
+with further seeds. MADGRAD with a state in codes takes the setting of MADGRAD.
 
 Each problem has a folder in --out. Runs that are there or in --known are not repeated, but for
 those of `finetune` in --known. With --minutes no run is started that would probably not end in
@@ -62,7 +62,7 @@ TRIALS = {
         Trial("cifar10", 250, seeds=5, at_once=5),
         Trial("iwslt14", 200, epochs=30, decays=DECAYS),
         Trial("bookwiki", 240, epochs=30, schedule="polynomial:3000", decays=DECAYS, at_once=4),
-        Trial("fastmri", 150, decays=DECAYS, seeds=5),  # a seed for each fold of the heads
+        Trial("fastmri", 150, epochs=4, decays=DECAYS, seeds=5),  # each head is tested once
     ),
     "cpu": (Trial("digits", 10),),
 }
@@ -111,7 +111,7 @@ def search(
 ) -> tuple[list[Settings], Setting | None]:
     """What to run next; if nothing, the best setting, which is None if all runs diverged.
 
-    `elsewhere` may have runs of another length, where the search then begins.
+    `elsewhere` may have runs of another length or with other options, where the search then begins.
     """
     lrs, decays = plan.first_lrs(entry), sorted(plan.first_decays(entry))
     # Without decay AdamW is just Adam, so methods with decoupled decay begin with some.
@@ -124,7 +124,7 @@ def search(
         return {*_lrs_beside(plan, setting, lrs), *_decays_beside(plan, setting, every)}
 
     wanted = {start, *_lrs_beside(plan, start, lrs)}
-    known = _at_another_length(plan, entry, elsewhere)
+    known = _earlier(plan, entry, elsewhere)
     if (found := statistics.best(known, plan.judge)) is not None:
         begin = found[0], found[1] or start[1]  # AdamW's best may have been without decay
         wanted = {begin, *beside(begin)}
@@ -153,16 +153,16 @@ def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record
     }
 
 
-def _at_another_length(
-    plan: Plan, entry: Entry, records: Iterable[Record]
-) -> dict[Setting, list[Record]]:
-    """The method's runs with seed 0; the longest if they have several lengths."""
+def _earlier(plan: Plan, entry: Entry, records: Iterable[Record]) -> dict[Setting, list[Record]]:
+    """The method's runs with seed 0 at another length or with other options; the longest."""
+    present = plan.settings(entry, (0.0, 0.0), 0, hold_out=False)
     like = (plan.problem.name, plan.preset_name, plan.device, entry.method, False, 0)
     by_length: dict[int, dict[Setting, list[Record]]] = {}
     for record in records:
         one = record.settings
         its = (one.problem, one.preset, one.device, one.method, one.hold_out, one.seed)
-        if its == like and one.epochs != plan.preset.epochs:
+        other = (one.epochs, one.options) != (present.epochs, present.options)
+        if its == like and other:
             by_length.setdefault(one.epochs, {})[one.lr, one.decay] = [record]
     return by_length[max(by_length)] if by_length else {}
 

@@ -86,6 +86,15 @@ def test_a_search_begins_where_runs_of_another_length_had_their_best(runs, plan)
     )
 
 
+def test_a_search_begins_where_runs_with_other_options_had_their_best(runs, plan):
+    """As those of fastmri, whose test heads were the same with every seed."""
+    entry = methods.entry("sgd", plan.preset)
+    one = plan.settings(entry, (0.25, 0.005), 0, hold_out=False)
+    missing, _ = runs.search(plan, entry, {}, [record(replace(one, options="{}"), 50.0)])
+    assert (0.25, 0.005) in {(one.lr, one.decay) for one in missing}
+    assert {one.options for one in missing} == {one.options}
+
+
 def test_a_search_begins_with_decays_if_another_length_had_the_rates_only(runs, plan):
     plan = replace(plan, decays=(0.0, 1e-5))
     entry = methods.entry("sgd", plan.preset)

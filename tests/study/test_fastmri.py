@@ -270,11 +270,10 @@ def test_only_the_graph_is_compiled(tmp_path, monkeypatch):
     assert set(counts) == {6, 3}  # the maps of two coils, and the cascade; not the last two slices
 
 
-def test_only_the_preset_for_a_gpu_compiles(tmp_path):
-    """Records without the option are of steps that were not compiled."""
-    presets = fastmri.problem().presets
-    assert presets["gpu"].options["compile"]
-    assert "compile" not in {*presets["cpu"].options, *presets["paper"].options}
+def test_no_preset_compiles(tmp_path):
+    """Trained by compiled steps, the network of preset gpu is bad on a GPU."""
+    for preset in fastmri.problem().presets.values():
+        assert "compile" not in preset.options
     write_slices(tmp_path)
     assert not fastmri.build(setup_of(small_problem(), tmp_path)).step.compile_unets
 

@@ -1,7 +1,8 @@
 """Accelerated MR reconstruction with an end-to-end VarNet, as in the paper's section on fastMRI.
 
 Preset `paper` reads fastMRI's k-space; the others simulate k-space from real MR slices. On a GPU
-with `graph`, a batch's loss and gradients are one CUDA graph, at `gpu` of compiled U-Nets.
+with `graph`, a batch's loss and gradients are one CUDA graph; with `compile`, which no preset has,
+its U-Nets are compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +28,12 @@ OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
-# bfloat16, a step is one CUDA graph, and the U-Nets in it are compiled.
+# bfloat16 and a step is one CUDA graph. None compiles its U-Nets: at the size of `gpu`, compiled
+# steps on an H200 train to an SSIM of 0.84 to 0.86 instead of 0.95 to 0.96, for a reason not yet
+# found (docs/problems/fastmri.md).
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
-    "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True, "compile": True},
+    "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
     "cpu": {"network": (2, 8, 2, 4, 2), "low": 4, "mixed": False, "graph": False},
 }
 LRS = {
@@ -188,7 +191,6 @@ def build(setup: Setup) -> Task:
         return metrics(model, parts[part], low, options["judged_at_once"])
 
     graphed = batch if options["graph"] and setup.device.type == "cuda" else 0
-    # Records without this option are of steps that were not compiled.
     step = Step(model, low, graphed, options.get("compile", False))
     steps = -(-len(train) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
