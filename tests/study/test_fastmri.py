@@ -271,7 +271,7 @@ def test_only_the_graph_is_compiled(tmp_path, monkeypatch):
 
 
 def test_no_preset_compiles(tmp_path):
-    """Trained by compiled steps, the network of preset gpu is bad on a GPU."""
+    """Runs with compiled steps went wrong at preset gpu."""
     for preset in fastmri.problem().presets.values():
         assert "compile" not in preset.options
     write_slices(tmp_path)

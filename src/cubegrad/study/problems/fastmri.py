@@ -28,9 +28,8 @@ OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
-# bfloat16 and a step is one CUDA graph. None compiles its U-Nets: at the size of `gpu`, compiled
-# steps on an H200 train to an SSIM of 0.84 to 0.86 instead of 0.95 to 0.96, for a reason not yet
-# found (docs/problems/fastmri.md).
+# bfloat16 and a step is one CUDA graph. None compiles its U-Nets: runs that did so at `gpu` went
+# wrong, for a reason not yet found (docs/problems/fastmri.md).
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
     "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
