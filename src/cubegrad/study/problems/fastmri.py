@@ -29,7 +29,7 @@ WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
 # bfloat16 and a step is one CUDA graph. None compiles its U-Nets: runs that did so at `gpu` went
-# wrong, for a reason not yet found (docs/problems/fastmri.md).
+# wrong, probably by a race in generated code (docs/problems/fastmri.md).
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
     "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
