@@ -134,9 +134,10 @@ def _ranks(axes: Axes, listed: list[Place], means: dict[str, float]) -> None:
     axes.xaxis.tick_top()
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="x", length=0)
-    unfinished = any(not place.whole for place in listed)
-    white = " (white: one of the four\nlacks seeds, so it is not in the mean)"
-    axes.set_title("Rank by the mean result" + white * unfinished, fontsize=12)
+    title = "Rank by the mean result"
+    if not all(place.whole for place in listed):
+        title += " (white: one of the four\nlacks seeds, so it is not in the mean)"
+    axes.set_title(title, fontsize=12)
 
 
 def _shifts(count: int, step: float) -> list[float]:

@@ -100,7 +100,7 @@ def exact_gradients(model, slices, low):
 def test_gradients_of_the_whole_network_are_those_of_float64(tmp_path, monkeypatch, compile_unets):
     """At the size of preset gpu, in float32, after replays with other batches.
 
-    Runs with compiled steps went wrong at that size.
+    Runs with compiled steps went wrong at that size. test_compiled_gpu.py compares bfloat16.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     write_slices(tmp_path, discs(24, 256))
