@@ -225,7 +225,7 @@ def standing(found: list[Comparison]) -> list[str]:
         ]
         count = f"{len(signs)} problem{'s' if len(signs) > 1 else ''}"
         lines.append(f"- MADGRAD against {METHODS[rival].label}, {count}: {listed(parts)}.")
-    rows = [row for one in every_length(found) for row in one.rows]
+    rows = [row for one in every(found) for row in one.rows]
     seconds = [second for row in rows for second in row.seconds]
     lines.append(
         f"- {len(seconds)} runs, {sum(seconds) / 3600:.1f} GPU hours as they were run, in "
@@ -234,8 +234,16 @@ def standing(found: list[Comparison]) -> list[str]:
     return lines
 
 
-def every_length(found: list[Comparison]) -> list[Comparison]:
-    return [some for one in found for some in (one, *one.other_lengths)]
+def every(found: list[Comparison]) -> list[Comparison]:
+    return [some for one in found for some in (one, *one.others)]
+
+
+def heading(one: Comparison, first: Comparison) -> str:
+    """`MR images, VarNet, 4 epochs, without cross_validate`: what differs from the first table."""
+    own, firsts = (json.loads(some.settings.options) for some in (one, first))
+    changed = [f"{name} {own[name]}" for name in own if own[name] != firsts.get(name)]
+    missing = [f"without {name}" for name in firsts if name not in own]
+    return ", ".join([one.title, length(one), *changed, *missing])
 
 
 def repeated(folders: dict[str, list[Record]]) -> str:
@@ -252,15 +260,17 @@ def repeated(folders: dict[str, list[Record]]) -> str:
 def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
     """The parts of the pages that the records determine, by name."""
     found, left_out = comparisons(folders)
-    every = [
-        f"### {one.title}, {length(one)}\n\n{markdown(details(one))}" for one in every_length(found)
+    tables = [
+        f"### {heading(one, first)}\n\n{markdown(details(one))}"
+        for first in found
+        for one in (first, *first.others)
     ]
     return {
         "overview": markdown(overview(found)),
         "standing": "\n".join([*standing(found), repeated(folders)]),
         "robustness": markdown(robustness(found), left=3),
         "decay": markdown(decay_gains(found), left=2),
-        "details": "\n\n".join(every),
+        "details": "\n\n".join(tables),
         "left out": "\n".join(f"- {line}." for line in left_out),
     }
 

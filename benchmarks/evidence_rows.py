@@ -70,7 +70,7 @@ class Comparison:
     unit: str
     rows: list[Row]
     left_out: list[str] = field(default_factory=list)
-    other_lengths: list["Comparison"] = field(default_factory=list)  # of the same problem
+    others: list["Comparison"] = field(default_factory=list)  # of the problem: length or options
 
     @property
     def title(self) -> str:
@@ -179,13 +179,17 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
         if problem not in of_problem:
             continue
         first, *others = sorted(of_problem[problem], key=_priority, reverse=True)
-        lengths = [one for one in others if one.settings.epochs != first.settings.epochs]
-        found.append(replace(first, other_lengths=lengths))
+        shown = [one for one in others if _run_as(one) != _run_as(first)]
+        found.append(replace(first, others=shown))
         left_out += [
-            f"{one.name}: other weights have more methods" for one in others if one not in lengths
+            f"{one.name}: other weights have more methods" for one in others if one not in shown
         ]
-        left_out += [line for one in (first, *lengths) for line in one.left_out]
+        left_out += [line for one in (first, *shown) for line in one.left_out]
     return found, sorted(left_out)
+
+
+def _run_as(one: Comparison) -> tuple[int, str]:
+    return one.settings.epochs, one.settings.options
 
 
 def _priority(one: Comparison) -> tuple[bool, int, int]:

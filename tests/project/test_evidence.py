@@ -89,6 +89,24 @@ def test_runs_from_other_weights_are_another_comparison(rows):
     assert len(left_out) == 1
 
 
+def test_runs_with_other_options_have_a_table_of_their_own(rows, evidence):
+    """Of the same length, the comparison with more methods comes first."""
+    options = '{"folds": 5, "side": 64}'
+    others = [replace(r, settings=replace(r.settings, options=options)) for r in own_folder()]
+    more = [*others, *(run("adamw", 0.01, seed, 2.1, options=options) for seed in (1, 2, 3))]
+    folders = {"bookwiki": own_folder() + more}
+    (one,), left_out = rows.comparisons(folders)
+    assert (one.settings.options, len(one.others), left_out) == (options, 1, [])
+    headings = [line for line in evidence.blocks(folders)["details"].splitlines() if "###" in line]
+    assert headings == [
+        "### novels, RoBERTa, 2 epochs",
+        "### novels, RoBERTa, 2 epochs, without folds, without side",
+    ]
+    changed = [replace(r, settings=replace(r.settings, options='{"side": 32}')) for r in more]
+    parts = evidence.blocks({"bookwiki": [*more, *changed[:-3]]})
+    assert "2 epochs, side 32, without folds" in parts["details"]
+
+
 def test_a_row_is_the_mean_of_the_seeds_that_the_search_did_not_use(rows):
     found, left_out = rows.comparisons({"bookwiki": own_folder()})
     assert left_out == []
@@ -144,7 +162,7 @@ def test_the_longest_runs_count_if_those_of_sgd_and_adam_are_finished(rows, evid
     for some, first in ((longer, 4), (without_adagrad, 4), (without_adam, 2), (searched, 2)):
         (one,), left_out = rows.comparisons({"bookwiki": own_folder() + some})
         assert (one.settings.epochs, left_out) == (first, [])
-        assert [other.settings.epochs for other in one.other_lengths] == [6 - first]
+        assert [other.settings.epochs for other in one.others] == [6 - first]
         parts = evidence.blocks({"bookwiki": own_folder() + some})
         assert f"{first} epochs" in parts["overview"]
         assert f"{6 - first} epochs" not in parts["overview"]
