@@ -103,6 +103,21 @@ def test_one_rate_that_was_tried_is_no_best_one() -> None:
     assert len(found.lines) == 1
 
 
+def test_a_rate_that_was_set_is_not_in_the_plot_of_the_search(tmp_path: Path) -> None:
+    """It has results of other seeds, and so perhaps of other data, than the searches beside it."""
+    given = [cifar10_record("madgrad-compact", 0.025, seed, 80.0) for seed in (1, 2)]
+    labels = []
+    for records in ([*SWEPT, *given], given):
+        (one,) = report.experiments(records)
+        (axes,) = figures.lr_figure(one.summaries, one.judge, "%", "").axes
+        labels.append([line.get_label() for line in axes.lines])
+    assert labels == [["MADGRAD"], ["MADGRAD, compact"]]
+    report.write([*SWEPT, *given], tmp_path / "report")
+    page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
+    charts = page.charts[0]["charts"]
+    assert [len(chart["series"]) for chart in charts] == [2, 2, 1]
+
+
 def test_factors_alone_have_an_axis_of_their_own() -> None:
     factors = [estimating(factor, 0, 90 - factor) for factor in (0.5, 1.0, 2.0)]
     _, (search,) = axes_of(factors)

@@ -1,7 +1,8 @@
 """What a GPU's compiler makes of the problems at the size of their preset: the same gradients.
 
 Torch 2.11 compiles some backward passes into kernels that store numbers and read them back in other
-threads, without a barrier (pytorch/pytorch#190519). Whether a network is hit depends on its sizes.
+threads, without a barrier (pytorch/pytorch#190519). Whether a network is hit depends on its sizes:
+the U-Nets of the MR images were, and are not compiled any more.
 """
 
 import copy
@@ -15,7 +16,6 @@ from cubegrad.study.data.tokens import BEGIN, SPECIAL
 from cubegrad.study.graphs import compiled
 from cubegrad.study.models.preact import PreActResNet
 from cubegrad.study.models.resnet import ResNet, Stem
-from cubegrad.study.models.varnet import ComplexUNet, run_unet
 from cubegrad.study.problems import bookwiki, cifar10, imagenet
 
 # The compiler warns of its own code.
@@ -62,16 +62,22 @@ def gradients(model, loss, example, device):
     return {name: param.grad.cpu() for name, param in named if param.dim() > 1}
 
 
-def assert_compiled_is_as_good(model, loss, example, exact_loss=None, device="cuda"):
-    """Each weight's gradient, compiled, is about as near to the exact one as without compiling."""
-    exact = gradients(model, exact_loss or loss, example, "cpu")  # where nothing is in bfloat16
+def assert_compiled_is_as_good(model, loss, example, device="cuda"):
+    """Each weight's gradient, compiled, is about as near to the exact one as without compiling.
+
+    And it is the same each time. With a race, one of eight repetitions was, and the others were off
+    by 0.02 to 1.3 of its size; without one, by at most 0.0007 (U-Nets of the MR images, H200).
+    """
+    exact = gradients(model, loss, example, "cpu")  # where nothing is in bfloat16
     plain = gradients(model, loss, example, device)
-    for _ in range(3):  # a race need not show each time
-        found = gradients(model, compiled(loss), example, device)
-        for name, right in exact.items():
-            error, usual = ((some[name] - right).norm() for some in (found, plain))
-            # On a CPU 0.5 to 1.1 times as large, for the U-Net of the MR images with three seeds.
-            assert error <= 2 * usual + 0.02 * right.norm(), name
+    first = gradients(model, compiled(loss), example, device)
+    for name, right in exact.items():
+        error, usual = ((some[name] - right).norm() for some in (first, plain))
+        assert error <= 2 * usual + 0.02 * right.norm(), name
+    for _ in range(10):  # a race need not show each time
+        again = gradients(model, compiled(loss), example, device)
+        for name, one in first.items():
+            assert (again[name] - one).norm() <= 0.01 * one.norm(), name
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__.split(".")[-1])
@@ -81,18 +87,3 @@ def test_compiled_gradients_of_a_problem(problem):
     torch.manual_seed(0)
     preset = problem.problem().presets["gpu"]
     assert_compiled_is_as_good(*PROBLEMS[problem](dict(preset.options), preset.batch))
-
-
-def test_compiled_gradients_of_a_unet_of_the_mr_images():
-    torch.manual_seed(0)
-    network, parts = ComplexUNet(16, 4, mixed=True), torch.randn(8, 128, 128, 2)
-    weights = torch.randn(parts.shape)
-
-    def loss(network, parts, weights):
-        return (run_unet(network, parts) * weights).sum()
-
-    def exact(network, *tensors):
-        network.mixed = False
-        return loss(network, *tensors)
-
-    assert_compiled_is_as_good(network, loss, (parts, weights), exact)

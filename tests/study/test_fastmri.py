@@ -250,34 +250,6 @@ def test_a_graphed_step_is_a_plain_one(tmp_path, monkeypatch):
         torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-6)
 
 
-def test_only_the_graph_is_compiled(tmp_path, monkeypatch):
-    write_slices(tmp_path)
-    task = fastmri.build(setup_of(small_problem(), tmp_path))
-    counts = []
-
-    def noting(run):
-        def noted(network, parts):
-            counts.append(len(parts))
-            return run(network, parts)
-
-        return noted
-
-    monkeypatch.setattr(fastmri, "compiled", noting)
-    pretend_cuda(monkeypatch, task.model)
-    step = fastmri.Step(task.model, 4, graphed=3, compile_unets=True)
-    losses_and_weights(step, task, epochs=1)
-    task.evaluate(task.model, "test")
-    assert set(counts) == {6, 3}  # the maps of two coils, and the cascade; not the last two slices
-
-
-def test_no_preset_compiles(tmp_path):
-    """Runs with compiled steps went wrong at preset gpu."""
-    for preset in fastmri.problem().presets.values():
-        assert "compile" not in preset.options
-    write_slices(tmp_path)
-    assert not fastmri.build(setup_of(small_problem(), tmp_path)).step.compile_unets
-
-
 @needs_gpu
 def test_a_graphed_step_is_a_plain_one_on_a_gpu(tmp_path):
     ((losses, params), (expected, others)), _ = graphed_and_plain(tmp_path, torch.device("cuda"))

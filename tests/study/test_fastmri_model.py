@@ -5,12 +5,9 @@ import pytest
 import torch
 from plain_varnet import reconstruct
 from torch import nn
-from torch._dynamo.testing import CompileCounter
-from torch.nn.functional import interpolate
 
-from cubegrad.study.graphs import compiled
 from cubegrad.study.models import kspace
-from cubegrad.study.models.varnet import Cascade, ComplexUNet, UNet, VarNet, doubled, run_unet
+from cubegrad.study.models.varnet import Cascade, ComplexUNet, UNet, VarNet
 from cubegrad.study.problems import fastmri
 
 TINY = {"cascades": 2, "channels": 2, "pools": 1, "map_channels": 2, "map_pools": 1}
@@ -104,18 +101,6 @@ def test_a_unet_of_two_poolings_by_hand():
     assert unet(torch.randn(1, 2, 8, 12)).shape == (1, 2, 8, 12)
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (5, 3), (1, 2)])
-def test_doubling_is_bilinear_interpolation(shape):
-    x = torch.randn(2, 3, *shape, dtype=torch.float64, requires_grad=True)
-    found = doubled(x)
-    size = 2 * shape[0], 2 * shape[1]
-    expected = interpolate(x, size, mode="bilinear", align_corners=False)
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(found)
-    slopes = [torch.autograd.grad((weights * y).sum(), x)[0] for y in (found, expected)]
-    torch.testing.assert_close(*slopes)
-
-
 class Identity(nn.Module):
     """Returns its input, and keeps it."""
 
@@ -128,8 +113,7 @@ def test_images_go_in_standard_and_padded_and_come_out_as_they_were():
     network = ComplexUNet(2, 4)
     network.unet = Identity()
     images = 1e-5 * random_complex(3, 37, 50) + (3e-5 - 2e-5j)
-    parts = torch.view_as_real(images)
-    torch.testing.assert_close(network(parts), parts, rtol=1e-5, atol=1e-10)
+    torch.testing.assert_close(network(images), images, rtol=1e-5, atol=1e-10)
     seen = network.unet.x
     assert seen.shape == (3, 2, 48, 64)
     inside = seen[:, :, 5:42, 7:57]  # 11 rows and 14 columns more, half of them before
@@ -204,32 +188,6 @@ def test_cascades_without_shifts_are_those_with_centred_transforms(shape):
     lines = kspace.measured(shape[1], 4, 4, 1)
     some = random_complex(2, 3, *shape).to(torch.complex128) * lines
     assert_alike(model, model(some, lines, 4), reconstruct(model, some, lines, 4))
-
-
-@pytest.mark.compilation
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_compiled_unets_are_the_plain_ones():
-    torch.manual_seed(0)
-    model = VarNet(3, 2, 1, 2, 1).double()
-    lines = kspace.measured(10, 4, 4, 1)
-    some = random_complex(2, 2, 9, 10).to(torch.complex128) * lines
-    assert_alike(model, model(some, lines, 4, run=compiled(run_unet)), model(some, lines, 4))
-
-
-@pytest.mark.compilation
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_the_cascades_of_all_models_share_one_compilation():
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    run = torch.compile(run_unet, backend=counter, dynamic=False, fullgraph=True)
-    lines = kspace.measured(16, 4, 4, 1)
-    some = random_complex(2, 3, 16, 16) * lines
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = VarNet(6, 4, 2, 2, 1)
-        found, expected = model(some, lines, 4, run=run), model(some, lines, 4)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert counter.frame_count == 2  # the network of the maps, and that of twelve cascades
 
 
 def test_all_lines_without_refinement_are_the_image_itself():

@@ -91,7 +91,7 @@ def _points(curve: Sequence[Estimate], unit: str) -> list[list[Any]]:
 
 def _search(experiment: Experiment, summaries: Sequence[Summary]) -> Chart:
     """The metric by learning rate. A method that estimates its rate is a horizontal line."""
-    judge, unit = experiment.judge, experiment.unit
+    judge, unit, summaries = experiment.judge, experiment.unit, styles.by_lr(summaries)
     factors = all(estimates(summary.method) for summary in summaries)
     series: list[dict[str, Any]] = []
     for summary in summaries:

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from cubegrad.study.methods import estimates
 from cubegrad.study.statistics import Estimate, Judge, Summary
-from cubegrad.study.styles import COLOURS, LINES, names, rows, style
+from cubegrad.study.styles import COLOURS, LINES, by_lr, names, rows, style
 
 # Text is not converted to paths, and the same numbers give the same file.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
@@ -132,7 +132,7 @@ def draw_lrs(
     A method that estimates its learning rate is a horizontal line. If all methods do, the axis
     shows their factors instead.
     """
-    labels = _labels(summaries)
+    labels, summaries = _labels(summaries), by_lr(summaries)
     factors = all(estimates(summary.method) for summary in summaries)
     for summary in summaries:
         index = styles[summary.entry]

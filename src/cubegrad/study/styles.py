@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cubegrad.study.methods import METHODS
+from cubegrad.study.methods import METHODS, estimates
 from cubegrad.study.statistics import Summary
 
 # Okabe and Ito's colour-blind safe palette, with grey for yellow, which is faint on white; the line
@@ -44,6 +44,12 @@ def _shared(summary: Summary) -> str:
     """The schedule; "" if it is the method's own."""
     method, _, schedule = summary.entry.partition("@")
     return "" if method in METHODS and schedule == METHODS[method].schedule else schedule
+
+
+def by_lr(summaries: Sequence[Summary]) -> list[Summary]:
+    """Those for a plot of the search: not a rate that was set beside searches, by other seeds."""
+    shown = [summary for summary in summaries if summary.searched or estimates(summary.method)]
+    return shown if any(summary.searched for summary in summaries) else list(summaries)
 
 
 def style(summaries: Sequence[Summary]) -> dict[str, int]:

@@ -5,16 +5,12 @@ biases match that exactly: 18 channels in the twelve cascades, 8 in the network 
 sensitivities, each with 4 poolings, bilinear upsampling and three 1x1 convolutions at the end.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.fft import fft2, ifft2, ifftshift
 from torch.nn.functional import instance_norm, interpolate, max_pool2d, pad, relu
 
 from cubegrad.study.models.kspace import TINY, central, root_sum_of_squares, to_images
-
-Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -28,26 +24,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = relu(instance_norm(self.first(x)))
         return relu(instance_norm(self.second(x)))
-
-
-def doubled(x: Tensor) -> Tensor:
-    """Bilinear upsampling: 3/4 of the nearest pixel and 1/4 of the next, along both axes."""
-    dtype = x.dtype
-    x = x.to(torch.promote_types(dtype, torch.float32))  # rounded once, as by `interpolate`
-    for axis in (2, 3):
-        size = x.shape[axis]
-        padded = torch.cat([x.narrow(axis, 0, 1), x, x.narrow(axis, size - 1, 1)], axis)
-        before, after = padded.narrow(axis, 0, size), padded.narrow(axis, 2, size)
-        pair = torch.stack([0.75 * x + 0.25 * before, 0.75 * x + 0.25 * after], axis + 1)
-        x = pair.flatten(axis, axis + 1)
-    return x.to(dtype)
-
-
-def upsampled(x: Tensor, shape: torch.Size) -> Tensor:
-    # Compiled, the gradient of `interpolate` is four passes of atomic additions.
-    if torch.compiler.is_compiling() and shape == (2 * x.shape[2], 2 * x.shape[3]):
-        return doubled(x)
-    return interpolate(x, shape, mode="bilinear", align_corners=False)
 
 
 class UNet(nn.Module):
@@ -76,13 +52,14 @@ class UNet(nn.Module):
         x = self.bottom(x)
         for block in self.up:
             skip = skips.pop()
-            x = block(torch.cat([upsampled(x, skip.shape[-2:]), skip], 1))
+            x = interpolate(x, skip.shape[-2:], mode="bilinear", align_corners=False)
+            x = block(torch.cat([x, skip], 1))
         out: Tensor = self.last(x)
         return out
 
 
 class ComplexUNet(nn.Module):
-    """A U-Net for the parts of complex images, [count, height, width, 2]: they are two channels.
+    """A U-Net for complex images [count, height, width]: real and imaginary part are two channels.
 
     Each part is normalised to mean 0 and deviation 1, and scaled back afterwards. `mixed` runs the
     U-Net in bfloat16.
@@ -94,7 +71,8 @@ class ComplexUNet(nn.Module):
         self.multiple = 1 << pools
         self.mixed = mixed
 
-    def forward(self, parts: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
+        parts = torch.view_as_real(images)
         x = parts.permute(0, 3, 1, 2).contiguous()
         deviation, mean = torch.std_mean(x, (2, 3), keepdim=True)
         deviation = deviation.clamp_min(TINY)
@@ -107,19 +85,7 @@ class ComplexUNet(nn.Module):
         with torch.autocast(kind, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
             x = self.unet(x)
         x = x.to(parts.dtype)[..., top : top + height, left : left + width] * deviation + mean
-        out: Tensor = x.permute(0, 2, 3, 1).contiguous()
-        return out
-
-
-def run_unet(network: nn.Module, parts: Tensor) -> Tensor:
-    """To be compiled once for all networks of a shape; the compiler has no complex numbers."""
-    out: Tensor = network(parts)
-    return out
-
-
-def refined(run: Run, network: nn.Module, images: Tensor) -> Tensor:
-    """Complex images [count, height, width] through a ComplexUNet, by `run_unet` or it compiled."""
-    return torch.view_as_complex(run(network, torch.view_as_real(images)))
+        return torch.view_as_complex(x.permute(0, 2, 3, 1).contiguous())
 
 
 class Cascade(nn.Module):
@@ -133,16 +99,9 @@ class Cascade(nn.Module):
         self.refine = ComplexUNet(channels, pools, mixed)
         self.strength = nn.Parameter(torch.ones(1))  # weight of data consistency
 
-    def forward(
-        self,
-        kspace: Tensor,
-        measurement: Tensor,
-        lines: Tensor,
-        maps: Tensor,
-        run: Run = run_unet,
-    ) -> Tensor:
+    def forward(self, kspace: Tensor, measurement: Tensor, lines: Tensor, maps: Tensor) -> Tensor:
         image = (ifft2(kspace) * maps.conj()).sum(1)
-        correction: Tensor = fft2(refined(run, self.refine, image)[:, None] * maps)
+        correction: Tensor = fft2(self.refine(image)[:, None] * maps)
         # k - strength · [measured](k - measurement), in one kernel
         parts = torch.view_as_real(kspace), torch.view_as_real(measurement)
         consistent = torch.lerp(*parts, (self.strength * lines)[:, None])
@@ -166,20 +125,20 @@ class VarNet(nn.Module):
         self.maps = ComplexUNet(map_channels, map_pools, mixed)
         self.cascades = nn.ModuleList(Cascade(channels, pools, mixed) for _ in range(cascades))
 
-    def sensitivities(self, measurement: Tensor, low: int, run: Run = run_unet) -> Tensor:
+    def sensitivities(self, measurement: Tensor, low: int) -> Tensor:
         """Each coil's map, from the `low` central lines; their squares sum to 1 at every pixel."""
         centre = central(measurement.shape[-1], low, measurement.device)
         rough = to_images(measurement * centre)
-        maps = refined(run, self.maps, rough.flatten(0, 1)).view_as(rough)
+        maps: Tensor = self.maps(rough.flatten(0, 1)).view_as(rough)
         return maps / root_sum_of_squares(maps)[:, None]
 
-    def forward(self, measurement: Tensor, lines: Tensor, low: int, run: Run = run_unet) -> Tensor:
-        maps = self.sensitivities(measurement, low, run)
+    def forward(self, measurement: Tensor, lines: Tensor, low: int) -> Tensor:
+        maps = self.sensitivities(measurement, low)
         # Cascades only weigh and add k-space, so they can work in the coordinates and the scale of
         # `fft2`: it is converted here once, instead of with four shifts in each cascade.
         measurement = fft2(to_images(measurement))
         lines = ifftshift(lines)
         kspace = measurement
         for cascade in self.cascades:
-            kspace = cascade(kspace, measurement, lines, maps, run)
+            kspace = cascade(kspace, measurement, lines, maps)
         return root_sum_of_squares(ifft2(kspace))

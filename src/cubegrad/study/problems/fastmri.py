@@ -1,13 +1,12 @@
 """Accelerated MR reconstruction with an end-to-end VarNet, as in the paper's section on fastMRI.
 
 Preset `paper` reads fastMRI's k-space; the others simulate k-space from real MR slices. On a GPU
-with `graph`, a batch's loss and gradients are one CUDA graph; with `compile`, which no preset has,
-its U-Nets are compiled.
+with `graph`, a batch's loss and gradients are one CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +17,9 @@ from torch.optim import Optimizer
 
 from cubegrad.study.data import fastmri as data
 from cubegrad.study.data import mr_slices
-from cubegrad.study.graphs import Captured, compiled
+from cubegrad.study.graphs import Captured
 from cubegrad.study.models.kspace import Slices, centre_crop, measured
-from cubegrad.study.models.varnet import VarNet, run_unet
+from cubegrad.study.models.varnet import VarNet
 from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, StudyError, Task
 
 ACCELERATION = 4
@@ -28,8 +27,8 @@ OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
-# bfloat16 and a step is one CUDA graph. None compiles its U-Nets: runs that did so at `gpu` went
-# wrong, probably by a race in generated code (docs/problems/fastmri.md).
+# bfloat16 and a step is one CUDA graph. Do not compile the U-Nets before torch has mended a race in
+# the code for their gradients, by which runs at `gpu` went wrong (docs/problems/fastmri.md).
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
     "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
@@ -93,13 +92,10 @@ def similarity(model: Callable[..., Tensor], slices: Slices, low: int) -> Tensor
 class Step:
     """`Task.step`: gradients are summed over the batch's shapes before the optimizer steps."""
 
-    def __init__(
-        self, model: nn.Module, low: int, graphed: int = 0, compile_unets: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, low: int, graphed: int = 0) -> None:
         self.model = model
         self.low = low
         self.graphed = graphed  # batches of this size run as a CUDA graph; 0: none do
-        self.compile_unets = compile_unets  # in the graph; other sizes are not worth it
         self.captured: Captured | None = None
 
     def __call__(self, optimizer: Optimizer, batch: Batch) -> Tensor:
@@ -114,8 +110,7 @@ class Step:
         return loss
 
     def _mean_loss(self, model: nn.Module, *slices: Tensor) -> Tensor:
-        network = partial(model, run=compiled(run_unet)) if self.compile_unets else model
-        return (1 - similarity(network, Slices(*slices), self.low)).mean()
+        return (1 - similarity(model, Slices(*slices), self.low)).mean()
 
     def _backward(self, slices: Slices, batch: Batch) -> Tensor:
         count = sum(len(one.peak) for one in batch)
@@ -190,7 +185,7 @@ def build(setup: Setup) -> Task:
         return metrics(model, parts[part], low, options["judged_at_once"])
 
     graphed = batch if options["graph"] and setup.device.type == "cuda" else 0
-    step = Step(model, low, graphed, options.get("compile", False))
+    step = Step(model, low, graphed)
     steps = -(-len(train) // batch)
     return Task(model, batches, loss, evaluate, steps_per_epoch=steps, step=step)
 
