@@ -43,12 +43,12 @@ def renamed(records: list[Record], problem: str, description: str) -> Experiment
             # Seed for seed 3 ± 12.7 and 3 ± 2.5: Student's t with two seeds.
             {"madgrad": [90.0, 92.0], "adam": [88.0, 88.0], "sgd": [86.8, 89.2]},
             "MADGRAD has the highest test accuracy, 91.0 ± 2.0 %; "
-            "Adam is equal within the errors; SGD is behind.",
+            "Adam cannot be told apart from it; SGD is behind.",
         ),
         (
             {"madgrad": [90.0, 92.0], "adam": [90.0, 92.0], "sgd": [89.0, 91.0]},
             "MADGRAD has the highest test accuracy, 91.0 ± 2.0 %; "
-            "Adam is equal within the errors; SGD is behind.",
+            "Adam cannot be told apart from it; SGD is behind.",
         ),
         (
             {"sgd": [90.0], "adam": [91.0]},

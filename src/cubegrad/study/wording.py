@@ -57,7 +57,7 @@ def title(experiment: Experiment) -> str:
 def verdict(experiment: Experiment) -> str:
     """The result in one sentence.
 
-    Two methods are equal within the errors if the 95 % interval of their difference, seed for seed,
+    Two methods cannot be told apart if the 95 % interval of their difference, seed for seed,
     contains 0.
     """
     metric, unit = experiment.judge.metric, experiment.unit
@@ -73,13 +73,13 @@ def verdict(experiment: Experiment) -> str:
     way = "highest" if experiment.judge.higher_is_better else "lowest"
     parts = [f"{labels[first.entry]} has the {way} test {metric}, {shown}"]
     leads = {labels[s.entry]: _lead(experiment, first, s) for s in others}
-    equal = [name for name, lead in leads.items() if lead.interval and lead.sign == 0]
+    undecided = [name for name, lead in leads.items() if lead.interval and lead.sign == 0]
     behind = [name for name, lead in leads.items() if lead.sign > 0]
-    if equal:
-        parts.append(f"{_counted(equal)} {_is(equal)} equal within the errors")
+    if undecided:
+        parts.append(f"{_counted(undecided)} cannot be told apart from it")
     if behind:
         parts.append(f"{_counted(behind)} {_is(behind)} behind")
-    if len(equal) + len(behind) < len(others):
+    if len(undecided) + len(behind) < len(others):
         parts.append("where there is only one seed, small differences mean little")
     lost = [labels[s.entry] for s in experiment.summaries if metric not in s.final]
     if lost:
