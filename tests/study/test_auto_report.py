@@ -112,6 +112,9 @@ def test_a_rate_that_was_set_is_not_in_the_plot_of_the_search(tmp_path: Path) ->
         (axes,) = figures.lr_figure(one.summaries, one.judge, "%", "").axes
         labels.append([line.get_label() for line in axes.lines])
     assert labels == [["MADGRAD"], ["MADGRAD, compact"]]
+    decays = [replace(r, settings=replace(r.settings, decay=1e-4)) for r in FOUND]
+    _, (beside,) = axes_of([*given, *FOUND, *decays])  # the decay of lr="auto" was searched
+    assert [line.get_label() for line in beside.lines] == ["MADGRAD, lr auto", "MADGRAD, compact"]
     report.write([*SWEPT, *given], tmp_path / "report")
     page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
     charts = page.charts[0]["charts"]

@@ -47,9 +47,12 @@ def _shared(summary: Summary) -> str:
 
 
 def by_lr(summaries: Sequence[Summary]) -> list[Summary]:
-    """Those for a plot of the search: not a rate that was set beside searches, by other seeds."""
+    """For a plot of the search. If rates were searched, without those that were only set.
+
+    The runs of those have other seeds, and so perhaps other data.
+    """
     shown = [summary for summary in summaries if summary.searched or estimates(summary.method)]
-    return shown if any(summary.searched for summary in summaries) else list(summaries)
+    return shown if any(not estimates(s.method) for s in shown) else list(summaries)
 
 
 def style(summaries: Sequence[Summary]) -> dict[str, int]:
