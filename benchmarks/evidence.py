@@ -35,6 +35,7 @@ PAGES = {  # what of them is made here
     "README.md": ("overview", "standing"),
     "details.md": ("decay", "robustness", "details", "left out"),
 }
+UPDATES = ("updates", "steps")  # options that say how many an epoch has
 RIVALS = ("sgd", "adam", "adamw", "adagrad")
 BETTER, WORSE = "▲", "▼"
 NO_BREAK, MAY_BREAK, BREAK = "\N{NO-BREAK SPACE}", "\N{ZERO WIDTH SPACE}", "<br>"
@@ -55,7 +56,7 @@ def metric(one: Comparison) -> str:
 def length(one: Comparison) -> str:
     """`10 epochs of 250 updates`, where the preset's options have the number of updates."""
     options = json.loads(one.settings.options)
-    updates = options.get("updates") or options.get("steps")
+    updates = next((options[name] for name in UPDATES if options.get(name)), None)
     return f"{one.settings.epochs} epochs" + (f" of {updates} updates" if updates else "")
 
 
@@ -225,7 +226,7 @@ def standing(found: list[Comparison]) -> list[str]:
         ]
         count = f"{len(signs)} problem{'s' if len(signs) > 1 else ''}"
         lines.append(f"- MADGRAD against {METHODS[rival].label}, {count}: {listed(parts)}.")
-    rows = [row for one in every(found) for row in one.rows]
+    rows = [row for _, one in every_table(found) for row in one.rows]
     seconds = [second for row in rows for second in row.seconds]
     lines.append(
         f"- {len(seconds)} runs, {sum(seconds) / 3600:.1f} GPU hours as they were run, in "
@@ -234,16 +235,24 @@ def standing(found: list[Comparison]) -> list[str]:
     return lines
 
 
-def every(found: list[Comparison]) -> list[Comparison]:
-    return [some for one in found for some in (one, *one.others)]
+def every_table(found: list[Comparison]) -> list[tuple[Comparison, Comparison]]:
+    """Each comparison, beside the first one of its problem."""
+    return [(first, one) for first in found for one in (first, *first.others)]
 
 
 def heading(one: Comparison, first: Comparison) -> str:
     """`MR images, VarNet, 4 epochs, without cross_validate`: what differs from the first table."""
-    own, firsts = (json.loads(some.settings.options) for some in (one, first))
+    own, firsts = map(_options, (one, first))
     changed = [f"{name} {own[name]}" for name in own if own[name] != firsts.get(name)]
     missing = [f"without {name}" for name in firsts if name not in own]
     return ", ".join([one.title, length(one), *changed, *missing])
+
+
+def _options(one: Comparison) -> dict[str, str]:
+    """What `length` does not say, in JSON."""
+    preset, batch = one.settings.preset, one.settings.batch
+    options = {"preset": preset, "batch": batch, **json.loads(one.settings.options)}
+    return {name: json.dumps(options[name]) for name in options if name not in UPDATES}
 
 
 def repeated(folders: dict[str, list[Record]]) -> str:
@@ -262,8 +271,7 @@ def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
     found, left_out = comparisons(folders)
     tables = [
         f"### {heading(one, first)}\n\n{markdown(details(one))}"
-        for first in found
-        for one in (first, *first.others)
+        for first, one in every_table(found)
     ]
     return {
         "overview": markdown(overview(found)),

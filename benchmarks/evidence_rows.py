@@ -63,14 +63,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One problem at one length, with the methods that can be compared; the best one first."""
+    """One problem, run in one way, with the methods that can be compared; the best one first."""
 
     settings: Settings
     judge: Judge
     unit: str
     rows: list[Row]
     left_out: list[str] = field(default_factory=list)
-    others: list["Comparison"] = field(default_factory=list)  # of the problem: length or options
+    others: list["Comparison"] = field(default_factory=list)  # of the problem, run in other ways
 
     @property
     def title(self) -> str:
@@ -146,6 +146,7 @@ def repeats(folders: dict[str, list[Record]]) -> dict[str, tuple[float, int, str
 
 
 Group = tuple[str, str, int, int, str, str, str]
+Way = tuple[str, int, int, str]  # preset, epochs, batch, options
 
 
 def start_of(record: Record) -> str:
@@ -156,7 +157,9 @@ def start_of(record: Record) -> str:
 def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], list[str]]:
     """One for each problem on a GPU, and what was left out.
 
-    Of several lengths, the longest at which MADGRAD, SGD and Adam have seeds beyond the search's.
+    Of several lengths, the longest at which MADGRAD, SGD and Adam have seeds beyond the search's,
+    and of several of that length the one with more methods, or with more runs. The others come
+    after it.
     """
     groups: dict[Group, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for folder, records in folders.items():
@@ -179,24 +182,26 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
         if problem not in of_problem:
             continue
         first, *others = sorted(of_problem[problem], key=_priority, reverse=True)
-        shown = [one for one in others if _run_as(one) != _run_as(first)]
+        ways: dict[Way, Comparison] = {}
+        again = [one for one in (first, *others) if ways.setdefault(_way(one), one) is not one]
+        left_out += [f"{one.name}: other weights have more methods" for one in again]
+        _, *shown = ways.values()
         found.append(replace(first, others=shown))
-        left_out += [
-            f"{one.name}: other weights have more methods" for one in others if one not in shown
-        ]
-        left_out += [line for one in (first, *shown) for line in one.left_out]
+        left_out += [line for one in ways.values() for line in one.left_out]
     return found, sorted(left_out)
 
 
-def _run_as(one: Comparison) -> tuple[int, str]:
-    return one.settings.epochs, one.settings.options
+def _way(one: Comparison) -> Way:
+    s = one.settings
+    return s.preset, s.epochs, s.batch, s.options
 
 
-def _priority(one: Comparison) -> tuple[bool, int, int]:
-    """Sort key: of a problem's comparisons, the one with the highest key is in the tables."""
+def _priority(one: Comparison) -> tuple[bool, int, int, int]:
+    """Sort key: of a problem's comparisons, the one with the highest key is the first."""
     rows = [one.row(method) for method in (MADGRAD, "sgd", "adam")]
     finished = all(row is not None and not row.chosen_by_its_seeds for row in rows)
-    return finished, one.settings.epochs, sum(one.row(method) is not None for method in MAIN)
+    methods = sum(one.row(method) is not None for method in MAIN)
+    return finished, one.settings.epochs, methods, sum(len(row.records) for row in one.rows)
 
 
 def _compare(places: dict[str, list[Record]]) -> Comparison:

@@ -92,7 +92,7 @@ def test_the_earlier_problems_are_those_of_the_records():
     results = BENCHMARKS.parent / "docs" / "results"
     for problem, folder in (
         (earlier.imagenet(), "imagenet/resnet50"),
-        (earlier.fastmri(), "fastmri/two_heads"),
+        (earlier.fastmri(), "fastmri-two-heads"),
     ):
         options = {one.settings.options for one in Runs(results / folder).load()[0].values()}
         assert options == {json.dumps(dict(problem.presets["gpu"].options), sort_keys=True)}

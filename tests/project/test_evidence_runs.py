@@ -233,3 +233,14 @@ def test_methods_can_be_chosen(runs, capsys):
     with pytest.raises(SystemExit):
         runs.parse(["--methods", "sgd,adan"])
     assert "adan: use some of madgrad,madgrad-auto,madgrad-decoupled," in capsys.readouterr().err
+
+
+def test_the_committed_runs_of_most_problems_are_complete(runs, tmp_path):
+    """The same command, from the records, has nothing to do but on CIFAR-10.
+
+    Fine-tuning is not among them: each machine pretrains for itself.
+    """
+    problems = "imagenet,digits,iwslt14,bookwiki,fastmri"
+    words = ["--preset", "gpu", "--problems", problems, "--out", str(tmp_path)]
+    options = runs.parse(words)
+    assert [job.name for job in runs.jobs(options, runs.Folders(options.out))] == []

@@ -22,6 +22,7 @@ def estimating(lr: float, seed: int, accuracy: float, schedule: str = "flat") ->
 
 SWEPT = [cifar10_record("madgrad", lr, 0, 90 - abs(lr - 0.025)) for lr in (0.01, 0.025, 0.05)]
 FOUND = [estimating(1.0, seed, 90.0 + seed) for seed in (0, 1, 2)]
+SET = [cifar10_record("madgrad-compact", 0.025, seed, 80.0) for seed in (0, 1, 2)]
 
 
 def test_the_table_has_the_estimate_for_a_learning_rate() -> None:
@@ -103,22 +104,29 @@ def test_one_rate_that_was_tried_is_no_best_one() -> None:
     assert len(found.lines) == 1
 
 
-def test_a_rate_that_was_set_is_not_in_the_plot_of_the_search(tmp_path: Path) -> None:
-    """It has results of other seeds, and so perhaps of other data, than the searches beside it."""
-    given = [cifar10_record("madgrad-compact", 0.025, seed, 80.0) for seed in (1, 2)]
-    labels = []
-    for records in ([*SWEPT, *given], given):
-        (one,) = report.experiments(records)
-        (axes,) = figures.lr_figure(one.summaries, one.judge, "%", "").axes
-        labels.append([line.get_label() for line in axes.lines])
-    assert labels == [["MADGRAD"], ["MADGRAD, compact"]]
-    decays = [replace(r, settings=replace(r.settings, decay=1e-4)) for r in FOUND]
-    _, (beside,) = axes_of([*given, *FOUND, *decays])  # the decay of lr="auto" was searched
-    assert [line.get_label() for line in beside.lines] == ["MADGRAD, lr auto", "MADGRAD, compact"]
-    report.write([*SWEPT, *given], tmp_path / "report")
+def drawn_by_lr(records: list[Record]) -> list[str]:
+    (one,) = report.experiments(records)
+    (axes,) = figures.lr_figure(one.summaries, one.judge, "%", "").axes
+    return [str(line.get_label()) for line in axes.lines]
+
+
+def test_the_plot_of_a_search_has_the_methods_with_its_seeds(tmp_path: Path) -> None:
+    """Those with other seeds may have other data."""
+    assert drawn_by_lr([*SWEPT, *SET[1:], *FOUND[1:]]) == ["MADGRAD"]
+    methods = ["MADGRAD", "MADGRAD, lr auto", "MADGRAD, compact"]
+    assert drawn_by_lr([*SWEPT, *SET, *FOUND]) == methods
+    report.write([*SWEPT, *SET[1:]], tmp_path / "report")
     page = Page((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
-    charts = page.charts[0]["charts"]
-    assert [len(chart["series"]) for chart in charts] == [2, 2, 1]
+    assert [len(chart["series"]) for chart in page.charts[0]["charts"]] == [2, 2, 1]
+
+
+def test_without_a_search_all_rates_are_drawn() -> None:
+    assert drawn_by_lr(SET) == ["MADGRAD, compact"]
+    diverged = [cifar10_record("sgd", lr, 0, None) for lr in (0.1, 0.2)]
+    assert drawn_by_lr([*diverged[:1], *SET]) == ["MADGRAD, compact"]
+    assert drawn_by_lr([*diverged, *SET]) == ["MADGRAD, compact"]
+    decays = [replace(r, settings=replace(r.settings, decay=1e-4)) for r in FOUND]
+    assert drawn_by_lr([*SET, *FOUND, *decays]) == ["MADGRAD, lr auto", "MADGRAD, compact"]
 
 
 def test_factors_alone_have_an_axis_of_their_own() -> None:

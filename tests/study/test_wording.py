@@ -53,7 +53,7 @@ def renamed(records: list[Record], problem: str, description: str) -> Experiment
         (
             {"sgd": [90.0], "adam": [91.0]},
             "Adam has the highest test accuracy, 91.00 %; "
-            "where there is only one seed, small differences mean little.",
+            "with fewer than two seeds in common, small differences mean little.",
         ),
         (
             {"sgd": [90.0, 92.0], "madgrad-auto": [50.0, 52.0], "adam": [40.0, 42.0]},

@@ -130,7 +130,7 @@ def draw_lrs(
     """The metric of the search by learning rate; a cross at the bottom is a diverged run.
 
     A method that estimates its learning rate is a horizontal line. If all methods do, the axis
-    shows their factors instead.
+    shows their factors instead. Methods that were run with other seeds only are not shown.
     """
     labels, summaries = _labels(summaries), by_lr(summaries)
     factors = all(estimates(summary.method) for summary in summaries)

@@ -52,6 +52,7 @@ class Summary:
     final: dict[str, Estimate] = field(default_factory=dict)  # after the last epoch, by metric
     curves: dict[str, list[Estimate]] = field(default_factory=dict)  # by metric and epoch
     lr_curve: list[tuple[float, float | None]] = field(default_factory=list)  # at the best decay
+    lr_seeds: frozenset[int] = frozenset()  # of the runs in lr_curve
     searched: int = 0  # runs; 0 if only one setting was run
     search_diverged: int = 0
     search_cut: int = 0  # stopped early by --search halving
@@ -163,6 +164,7 @@ def summarise(records: Iterable[Record], judge: Judge) -> Summary:
         final={name: _mean([record.curve[name][-1] for record in whole]) for name in metrics},
         curves=curves,
         lr_curve=lr_curve(groups, chosen[1], judge),
+        lr_seeds=frozenset(r.settings.seed for members in groups.values() for r in members),
         searched=0 if only else len(tried),
         search_diverged=0 if only else failed,
         search_cut=cut,

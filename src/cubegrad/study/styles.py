@@ -47,12 +47,13 @@ def _shared(summary: Summary) -> str:
 
 
 def by_lr(summaries: Sequence[Summary]) -> list[Summary]:
-    """For a plot of the search. If rates were searched, without those that were only set.
+    """For a plot by learning rate: the methods that share a seed with those that searched one.
 
-    The runs of those have other seeds, and so perhaps other data.
+    Other seeds may mean other data, as the test subjects of fastmri.
     """
-    shown = [summary for summary in summaries if summary.searched or estimates(summary.method)]
-    return shown if any(not estimates(s.method) for s in shown) else list(summaries)
+    searches = [s for s in summaries if len(s.lr_curve) > 1 and not estimates(s.method)]
+    seeds = {seed for search in searches for seed in search.lr_seeds}
+    return [s for s in summaries if not searches or s.lr_seeds & seeds]
 
 
 def style(summaries: Sequence[Summary]) -> dict[str, int]:

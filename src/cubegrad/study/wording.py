@@ -80,7 +80,7 @@ def verdict(experiment: Experiment) -> str:
     if behind:
         parts.append(f"{_counted(behind)} {_is(behind)} behind")
     if len(undecided) + len(behind) < len(others):
-        parts.append("where there is only one seed, small differences mean little")
+        parts.append("with fewer than two seeds in common, small differences mean little")
     lost = [labels[s.entry] for s in experiment.summaries if metric not in s.final]
     if lost:
         parts.append(f"{_counted(lost)} diverged")
