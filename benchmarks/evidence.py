@@ -240,7 +240,7 @@ def every_table(found: list[Comparison]) -> list[tuple[Comparison, Comparison]]:
     return [(first, one) for first in found for one in (first, *first.others)]
 
 
-def heading(one: Comparison, first: Comparison) -> str:
+def heading(first: Comparison, one: Comparison) -> str:
     """`MR images, VarNet, 4 epochs, without cross_validate`: what differs from the first table."""
     own, firsts = map(_options, (one, first))
     changed = [f"{name} {own[name]}" for name in own if own[name] != firsts.get(name)]
@@ -270,7 +270,7 @@ def blocks(folders: dict[str, list[Record]]) -> dict[str, str]:
     """The parts of the pages that the records determine, by name."""
     found, left_out = comparisons(folders)
     tables = [
-        f"### {heading(one, first)}\n\n{markdown(details(one))}"
+        f"### {heading(first, one)}\n\n{markdown(details(one))}"
         for first, one in every_table(found)
     ]
     return {

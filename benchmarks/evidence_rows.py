@@ -181,13 +181,14 @@ def comparisons(folders: dict[str, list[Record]]) -> tuple[list[Comparison], lis
     for problem in [*TITLES, *sorted(of_problem.keys() - TITLES.keys())]:
         if problem not in of_problem:
             continue
-        first, *others = sorted(of_problem[problem], key=_priority, reverse=True)
-        ways: dict[Way, Comparison] = {}
-        again = [one for one in (first, *others) if ways.setdefault(_way(one), one) is not one]
+        ways: dict[Way, list[Comparison]] = defaultdict(list)
+        for one in sorted(of_problem[problem], key=_priority, reverse=True):
+            ways[_way(one)].append(one)
+        shown = [first for first, *_ in ways.values()]
+        again = [one for _, *rest in ways.values() for one in rest]
         left_out += [f"{one.name}: other weights have more methods" for one in again]
-        _, *shown = ways.values()
-        found.append(replace(first, others=shown))
-        left_out += [line for one in ways.values() for line in one.left_out]
+        left_out += [line for one in shown for line in one.left_out]
+        found.append(replace(shown[0], others=shown[1:]))
     return found, sorted(left_out)
 
 

@@ -91,7 +91,8 @@ def _points(curve: Sequence[Estimate], unit: str) -> list[list[Any]]:
 
 def _search(experiment: Experiment, summaries: Sequence[Summary]) -> Chart:
     """The metric by learning rate. A method that estimates its rate is a horizontal line."""
-    judge, unit, summaries = experiment.judge, experiment.unit, styles.by_lr(summaries)
+    summaries = styles.by_lr(summaries)
+    judge, unit = experiment.judge, experiment.unit
     factors = all(estimates(summary.method) for summary in summaries)
     series: list[dict[str, Any]] = []
     for summary in summaries:

@@ -132,7 +132,8 @@ def draw_lrs(
     A method that estimates its learning rate is a horizontal line. If all methods do, the axis
     shows their factors instead. Methods that were run with other seeds only are not shown.
     """
-    labels, summaries = _labels(summaries), by_lr(summaries)
+    labels = _labels(summaries)
+    summaries = by_lr(summaries)
     factors = all(estimates(summary.method) for summary in summaries)
     for summary in summaries:
         index = styles[summary.entry]

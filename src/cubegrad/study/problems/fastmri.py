@@ -27,8 +27,8 @@ OFFSET = 1
 WINDOW = 7
 HELD_OUT = 10  # with --select valid, every tenth of fastMRI's training volumes
 # VarNet's arguments, the number of central lines measured and, on a GPU, whether the U-Nets run in
-# bfloat16 and a step is one CUDA graph. Do not compile the U-Nets before torch has mended a race in
-# the code for their gradients, by which runs at `gpu` went wrong (docs/problems/fastmri.md).
+# bfloat16 and a step is one CUDA graph. Do not compile the U-Nets until torch has fixed a race in
+# the code for their gradients: runs at `gpu` went wrong with it (docs/problems/fastmri.md).
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {"network": (12, 18, 4, 8, 4), "low": 16, "mixed": False, "graph": False},
     "gpu": {"network": (6, 16, 4, 8, 3), "low": 8, "mixed": True, "graph": True},
