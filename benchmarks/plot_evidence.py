@@ -91,7 +91,7 @@ def draw(found: list[Comparison]) -> Figure:
     means = mean_ranks(listed)
     with plt.rc_context({"font.size": 13}):
         figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(6, 12), height_ratios=(1, 1.2), layout="constrained"
+            2, 1, figsize=(6, 13.3), height_ratios=(1.27, 1.2), layout="constrained"
         )
         figure.set_facecolor("white")
         _ranks(top, listed, means)

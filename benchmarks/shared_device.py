@@ -8,7 +8,7 @@ On a GPU, start CUDA MPS first (`nvidia-cuda-mps-control -d`), so that kernels o
 overlap. On an H200 nine runs of iwslt14 took 9.8 s an epoch with it, beside one or two of bookwiki,
 and 14.0 s without it and without those. Compared with one run at a time, four of bookwiki together
 did 1.2 times as much work a second, about as much with five of cifar10 beside them, about 1.3 times
-with eleven of fastmri, and five of cifar10 by themselves 1.4 times (torch 2.11, 2026-11-18).
+with eleven of fastmri, and five of cifar10 by themselves 1.2 to 1.4 times (torch 2.11, 2026-11-18).
 Processes that start right after others were killed may be refused; then start MPS anew with another
 CUDA_MPS_PIPE_DIRECTORY.
 """
