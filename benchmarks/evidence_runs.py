@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/evidence_runs.py --preset gpu --data data --out runs/evidence
     ... --problems imagenet,digits --methods sgd,madgrad --workers 8 --minutes 25
+    ... --problems bookwiki --methods adam,madgrad --seeds 5
     ... --table
 
 The learning rate of each method is searched with seed 0, and its decay where the preset or `TRIALS`
@@ -31,6 +32,7 @@ from compact_quality import known
 from shared_device import Job, Wanted
 
 from cubegrad.study import StudyError, catalogue, methods, report, statistics
+from cubegrad.study.arguments import count
 from cubegrad.study.experiments import experiments
 from cubegrad.study.methods import METHODS, Entry
 from cubegrad.study.plan import Plan
@@ -206,7 +208,7 @@ def wanted(
             if method == "madgrad":
                 entries.append(methods.entry(COMPACT, plan.preset))
             for one in entries:
-                for seed in range(1, trial.seeds + 1):
+                for seed in range(1, (options.seeds or trial.seeds) + 1):
                     yield trial, plan.settings(one, best, seed, hold_out=False)
 
 
@@ -242,6 +244,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
     parser = shared_device.parser(description, tuple(TRIALS), "runs/evidence")
     parser.add_argument("--methods", type=_methods, default=SEARCHED, metavar="A,B")
+    parser.add_argument("--seeds", type=count, help="of the best settings; else each problem's")
     return parser.parse_args(words)
 
 

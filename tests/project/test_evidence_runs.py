@@ -216,7 +216,7 @@ def test_an_unknown_problem_is_refused(runs):
         list(runs.wanted(options, {}))
 
 
-@pytest.mark.parametrize("option", ["--workers", "--epochs"])
+@pytest.mark.parametrize("option", ["--workers", "--epochs", "--seeds"])
 def test_a_count_of_0_is_refused(runs, option, capsys):
     with pytest.raises(SystemExit):
         runs.parse([option, "0"])
@@ -233,6 +233,13 @@ def test_methods_can_be_chosen(runs, capsys):
     with pytest.raises(SystemExit):
         runs.parse(["--methods", "sgd,adan"])
     assert "adan: use some of madgrad,madgrad-auto,madgrad-decoupled," in capsys.readouterr().err
+
+
+def test_more_seeds_of_what_is_finished(runs, tmp_path):
+    """Only those that are missing, of the chosen methods."""
+    options = ["--preset", "gpu", "--problems", "digits", "--methods", "sgd", "--seeds", "12"]
+    todo = runs.jobs(runs.parse([*options, "--out", str(tmp_path)]), runs.Folders(tmp_path))
+    assert [job.name.split()[-1] for job in todo] == ["11", "12"]
 
 
 def test_the_committed_runs_of_most_problems_are_complete(runs, tmp_path):
