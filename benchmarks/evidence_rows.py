@@ -29,7 +29,6 @@ TITLES = {
 }
 TEXT = ("iwslt14", "bookwiki", "finetune")
 OLDER_ESTIMATE = "auto"  # the folder whose runs of lr="auto" have an older rule than today's
-UNFINISHED = "unfinished"  # the folder with searches whose best setting has not been run again
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,6 @@ def load(results: Path) -> dict[str, list[Record]]:
     """By folder; folders inside these have runs of older versions and of other machines."""
     folders = {}
     for path in sorted(results.glob("*/records.jsonl")):
-        if path.parent.name == UNFINISHED:
-            continue
         runs, broken = Runs(path.parent).load()
         if broken:
             raise SystemExit(broken[0])

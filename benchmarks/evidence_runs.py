@@ -58,12 +58,20 @@ class Trial(NamedTuple):
 DECAYS = (0.0, 1e-5)  # where the preset has none, as the paper's best is 0
 TRIALS = {
     "gpu": (
-        Trial("imagenet", 200),
+        Trial("imagenet", 200, seeds=5),
         Trial("digits", 10, seeds=10),
         Trial("finetune", 30),
         Trial("cifar10", 250, seeds=5, at_once=5),
         Trial("iwslt14", 200, epochs=30, decays=DECAYS),
-        Trial("bookwiki", 240, epochs=30, schedule="polynomial:3000", decays=DECAYS, at_once=4),
+        Trial(
+            "bookwiki",
+            240,
+            epochs=30,
+            schedule="polynomial:3000",
+            decays=DECAYS,
+            seeds=5,
+            at_once=4,
+        ),
         Trial("fastmri", 150, epochs=4, decays=DECAYS, seeds=5),  # each head is tested once
     ),
     "cpu": (Trial("digits", 10),),

@@ -74,13 +74,6 @@ def test_runs_of_an_older_estimate_are_no_results_of_lr_auto(rows, tmp_path):
     assert methods == {"auto": ["madgrad"], "peers": ["madgrad", "madgrad-auto"]}
 
 
-def test_unfinished_searches_are_no_results(rows, tmp_path):
-    for name in ("bookwiki", "unfinished"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "records.jsonl").write_text(to_line(run("madgrad", 0.1, 1, 2.0)))
-    assert list(rows.load(tmp_path)) == ["bookwiki"]
-
-
 def test_runs_from_other_weights_are_another_comparison(rows):
     other = [replace(one, machine={**one.machine, "start": "ab"}) for one in own_folder()]
     lower = [replace(one, curve={**one.curve, "loss": [0.0, 0.0]}) for one in other]
