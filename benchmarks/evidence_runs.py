@@ -14,9 +14,10 @@ one. It goes on to the neighbours of the best setting until none is better, so n
 an edge, unless that is six values (`Plan.widen`) beyond the preset's. The best setting then runs
 with further seeds. MADGRAD with a state in codes takes the setting of MADGRAD.
 
-Each problem has a folder in --out. Runs that are there or in --known are not repeated, but for
-those of `finetune` in --known. With --minutes no run is started that would probably not end in
-time; the same command goes on from there.
+Each problem has a folder in --out. Runs that are there or in --known are not repeated, and a search
+goes on from the best of them, whatever made them; those of `finetune` in --known do not count. With
+--minutes no run is started that would probably not end in time; the same command goes on from
+there.
 """
 
 import argparse
@@ -203,13 +204,16 @@ def wanted(
     options: argparse.Namespace, done: dict[str, Record]
 ) -> Iterator[tuple[Trial, Settings]]:
     """What can be run now: the next runs of each search, and the seeds of what has been chosen."""
-    elsewhere = _known(options.known, ("auto",)).values()
+    elsewhere = _known(options.known, ("auto",))
     for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
         plan = plan_of(trial, options)
         for method in options.methods:
             entry = methods.entry(method, plan.preset)
-            missing, best = search(plan, entry, done, elsewhere)
-            yield from ((trial, one) for one in missing)
+            # Known runs of this search count wherever they are: it may not get there by itself.
+            like = plan.settings(entry, (0.0, 0.0), 0, hold_out=False)
+            known_here = [run.settings for (run,) in _tried(like, elsewhere).values()]
+            missing, best = search(plan, entry, done, elsewhere.values())
+            yield from ((trial, one) for one in (*known_here, *missing))
             if best is None:
                 continue
             entries = [entry]

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from cubegrad.study import comparison
 
-# The paper's methods, and the one that most people use today.
+# The methods of the paper, and AdamW.
 RANKED = {
     "MADGRAD": MADGRAD,
     "Adam": "adam",

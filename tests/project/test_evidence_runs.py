@@ -149,6 +149,10 @@ def test_adamw_begins_with_decay_and_mirror_madgrad_with_the_rates_of_madgrad(ru
     for _, one in runs.wanted(options, {}):
         first.setdefault(one.method, set()).add((one.lr, one.decay))
     assert {decay for _, decay in first["adamw"]} == {0.01}
+    for problem in ("cifar10", "imagenet"):  # whose best are 0.5 and 2.5
+        plan = runs.plan_of(runs.Trial(problem, 1), options)
+        missing, _ = runs.search(plan, methods.entry("adamw", plan.preset), {})
+        assert {one.decay for one in missing} == {0.25}
     assert first["mirror-madgrad"] == first["madgrad"]
     assert len(first["madgrad"]) == 3
     bookwiki = runs.plan_of(runs.Trial("bookwiki", 1), options)
@@ -243,7 +247,7 @@ def test_more_seeds_of_what_is_finished(runs, tmp_path):
 
 
 def test_the_committed_runs_are_complete(runs, tmp_path):
-    """The same command, from the records, has nothing to do.
+    """The same command, from the records, has nothing to do, and chooses what the tables have.
 
     Fine-tuning is not among them: each machine pretrains for itself.
     """
@@ -251,3 +255,12 @@ def test_the_committed_runs_are_complete(runs, tmp_path):
     words = ["--preset", "gpu", "--problems", problems, "--out", str(tmp_path)]
     options = runs.parse(words)
     assert [job.name for job in runs.jobs(options, runs.Folders(options.out))] == []
+    rows = importlib.import_module("evidence_rows")
+    tables = {one.settings.problem: one for one in rows.comparisons(rows.load(options.known))[0]}
+    done = runs.Folders(options.out).load()[0]
+    elsewhere = runs.known(options.known, ("auto",)).values()
+    for trial in runs.shared_device.chosen(runs.TRIALS["gpu"], problems):
+        plan = runs.plan_of(trial, options)
+        for method in runs.SEARCHED:
+            _, best = runs.search(plan, methods.entry(method, plan.preset), done, elsewhere)
+            assert best == tables[trial.problem].row(method).summary.best, (trial.problem, method)

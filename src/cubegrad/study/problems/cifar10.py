@@ -17,7 +17,15 @@ from cubegrad.study.data import cifar10 as data
 from cubegrad.study.data.cifar10 import Images
 from cubegrad.study.graphs import GraphedStep, compiled
 from cubegrad.study.models.preact import STAGES_18, STAGES_152, PreActResNet
-from cubegrad.study.problem import PAPER_METHODS, Preset, Problem, Setup, Split, Task
+from cubegrad.study.problem import (
+    OWN_DECAYS,
+    PAPER_METHODS,
+    Preset,
+    Problem,
+    Setup,
+    Split,
+    Task,
+)
 
 SIDE = 32
 PADDING = 4
@@ -142,6 +150,7 @@ def _gpu() -> Preset:
         schedule="tenthing:50%-75%",
         seeds=3,
         decays=(1e-4, 5e-4),
+        own_decays={"adamw": (5e-2, 2.5e-1, 1.0)},  # the best is 0.5, 50 times torch's default
         lrs={
             "madgrad": (1e-4, 5e-4),
             "mirror-madgrad": (5e-4, 2.5e-3),
@@ -173,6 +182,7 @@ def _cpu() -> Preset:
         epochs=6,
         batch=32,
         decays=(1e-4,),
+        own_decays=OWN_DECAYS,
         lrs={
             "madgrad": (1e-3, 5e-3),
             "sgd": (1e-2, 5e-2),
