@@ -128,7 +128,7 @@ def search(
     # Without decay AdamW is just Adam, so methods with decoupled decay begin with some.
     without = 0 in decays and not METHODS[entry.method].decoupled
     start = lrs[len(lrs) // 2], 0.0 if without else decays[len(decays) // 2]
-    tried = _tried(plan.settings(entry, start, 0, hold_out=False), done)
+    tried = _tried(plan, entry, done.values())
 
     def beside(setting: Setting) -> set[Setting]:
         every = sorted({*decays, setting[1], *(decay for _, decay in tried)})
@@ -155,11 +155,12 @@ def search(
     return [plan.settings(entry, setting, 0, hold_out=False) for setting in missing], None
 
 
-def _tried(like: Settings, done: dict[str, Record]) -> dict[Setting, list[Record]]:
-    """The runs that differ from these settings in nothing but the learning rate and the decay."""
+def _tried(plan: Plan, entry: Entry, records: Iterable[Record]) -> dict[Setting, list[Record]]:
+    """Those of the records that belong to the method's search."""
+    like = plan.settings(entry, (0.0, 0.0), 0, hold_out=False)
     return {
         (record.settings.lr, record.settings.decay): [record]
-        for record in done.values()
+        for record in records
         if replace(record.settings, lr=like.lr, decay=like.decay) == like
     }
 
@@ -203,17 +204,16 @@ def _decays_beside(plan: Plan, setting: Setting, decays: Sequence[float]) -> Ite
 def wanted(
     options: argparse.Namespace, done: dict[str, Record]
 ) -> Iterator[tuple[Trial, Settings]]:
-    """What can be run now: the next runs of each search, and the seeds of what has been chosen."""
-    elsewhere = _known(options.known, ("auto",))
+    """The known and the next runs of each search, and the seeds of what has been chosen."""
+    elsewhere = _known(options.known, ("auto",)).values()
     for trial in shared_device.chosen(TRIALS[options.preset], options.problems):
         plan = plan_of(trial, options)
         for method in options.methods:
             entry = methods.entry(method, plan.preset)
-            # Known runs of this search count wherever they are: it may not get there by itself.
-            like = plan.settings(entry, (0.0, 0.0), 0, hold_out=False)
-            known_here = [run.settings for (run,) in _tried(like, elsewhere).values()]
-            missing, best = search(plan, entry, done, elsewhere.values())
-            yield from ((trial, one) for one in (*known_here, *missing))
+            # All known runs of the search, also those that it would not have come to by itself.
+            yield from ((trial, run.settings) for (run,) in _tried(plan, entry, elsewhere).values())
+            missing, best = search(plan, entry, done, elsewhere)
+            yield from ((trial, one) for one in missing)
             if best is None:
                 continue
             entries = [entry]

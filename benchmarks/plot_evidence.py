@@ -143,7 +143,7 @@ def _ranks(axes: Axes, listed: list[Place], means: dict[str, float]) -> None:
     axes.tick_params(axis="x", length=0)
     title = "Rank by the mean result"
     if not all(place.whole for place in listed):
-        title += " (white: one of the five\nlacks seeds, so it is not in the mean)"
+        title += " (white: a method\nlacks seeds, so it is not in the mean)"
     axes.set_title(title, fontsize=12)
 
 
@@ -182,7 +182,7 @@ def _costs(axes: Axes, found: list[Comparison], names: list[str]) -> None:
     opened = any(not cost.both for row in costs.values() for cost in row)
     axes.set_title(
         "What a rate one step (×2 to ×2.5) off the best loses,\n"
-        "on the worse side, by one seed, where all five were run\n"
+        "on the worse side, by one seed, where all were run\n"
         + ("(open: one side only; bar: median without these)" if opened else "(bar: median)"),
         fontsize=12,
     )

@@ -204,7 +204,7 @@ def _gpu() -> Preset:
         seeds=3,
         # A factor of 5 apart: three values then have the best one between two others.
         decays=(1e-4, 5e-4, 2.5e-3),
-        own_decays={"adamw": (5e-2, 2.5e-1, 1.0)},  # its best is 2.5
+        own_decays={"adamw": (5e-2, 2.5e-1, 1.0)},  # it grows to the best, 2.5
         lrs={
             "madgrad": madgrad,
             "madgrad-compact": madgrad,
