@@ -89,7 +89,7 @@ def _by_epoch(axes: Axes, log: bool) -> None:
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_Plain())
-        axes.yaxis.set_minor_formatter(_Plain(minor_thresholds=(2, 0.5)))
+        axes.yaxis.set_minor_formatter(_Plain(minor_thresholds=(2, 0.7)))
 
 
 def _band(point: Estimate) -> tuple[float, float, float]:
