@@ -40,6 +40,8 @@ def assert_close(compiled, plain):
             apart = (state[name].float() - own[name].float()).abs()
             # bfloat16 and float16 weights that are rounded the other way
             assert (apart > 0).float().mean() < 2e-3
+        for name in {"grad_sum", "grad_sq_sum", "initial_param", "z"} & set(own):
+            torch.testing.assert_close(state[name], own[name], rtol=1e-4, atol=1e-5)
         way = torch.finfo(p.dtype).eps * 4 + 1e-5
         off = (p - q).abs() > way * (1 + q.abs())
         assert off.float().mean() < 2e-3
@@ -84,6 +86,34 @@ def test_recompilations_are_bounded(cls):
         counts.append(counter.frame_count)
     assert 1 <= counts[2] == counts[-1]
     assert_close(compiled, plain)
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "decay"),
+    [
+        (MADGRAD, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        (MADGRAD, {"weight_decay": 0.1, "decoupled_lr": True}),
+        (MirrorMADGRAD, {}),
+    ],
+)
+def test_a_traced_step_updates_the_state_that_the_optimizer_holds(cls, decay, scaler):
+    """The first step's weight is unknown, so its x_0 is read again: by the trace, and once only."""
+    lr = 0.05 if scaler else torch.tensor(0.05)
+    compiled, plain = two_runs(cls, lr=lr, momentum=0.9, **decay)
+    step = torch.compile(compiled[1].step, backend="eager")
+    for k in range(8):
+        for params, optimizer in (compiled, plain):
+            noisy_grads(params, k)
+            if scaler:
+                optimizer.found_inf = torch.zeros(())
+            if k == 5:
+                optimizer.param_groups[0]["momentum"] = 0.8  # traced anew
+            if k == 6:
+                params[-1].grad = None
+        step()
+        plain[1].step()
+        assert_close(compiled, plain)
 
 
 @pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])

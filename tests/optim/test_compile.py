@@ -117,6 +117,19 @@ class _NoHostRead(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_first_step_that_cannot_be_traced_says_what_to_do():
+    param = ones(3)
+    optimizer = MADGRAD([param], lr="auto")
+    step = torch.compile(optimizer.step, fullgraph=True, backend="eager")
+    param.grad = torch.ones(3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"make one plain optimizer\.step\(\)"):
+        step()
+    assert not optimizer.state
+    optimizer.step()
+    step()
+    assert optimizer.state[param]["step"] == 2
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 @each_class
 def test_capturable_reads_no_tensor_on_the_host(cls, foreach):

@@ -118,7 +118,7 @@ def begin_step(
     groups, estimate = optimizer.param_groups, optimizer._estimate
     traced = torch.compiler.is_compiling()
     changed = not (traced or same_params) and auto_checks.params_changed(optimizer)
-    if not traced and not _is_held(estimate, groups):  # else `can_be_traced` has asked
+    if not traced and not _is_held(estimate, groups):  # else `against_tracing` has asked
         estimate = optimizer._estimate = _begin(optimizer, hyper)
     elif changed and estimate is not None:
         estimate.follow(groups)
@@ -248,11 +248,20 @@ def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> 
     sums[1:] += torch.stack(new).to(sums.device)
 
 
-def can_be_traced(optimizer: "BaseOptimizer") -> bool:
-    """Not the first step, which reads its numbers, and not a step that communicates."""
+def against_tracing(optimizer: "BaseOptimizer") -> str | None:
+    """Why this step cannot be traced, if it cannot."""
     estimate = optimizer._estimate
-    communicates = optimizer._shared is not None or (estimate is not None and estimate.sharded)
-    return _is_held(estimate, optimizer.param_groups) and not communicates
+    if not _is_held(estimate, optimizer.param_groups):
+        return (
+            "the first step of lr='auto' reads its gradients on the host, so it cannot be traced: "
+            "make one plain optimizer.step() before the compiled one, or leave fullgraph=True out"
+        )
+    if optimizer._shared is not None or estimate.sharded:
+        return (
+            "a step of lr='auto' over several processes sums numbers over them and cannot be "
+            "traced; leave fullgraph=True out"
+        )
+    return None
 
 
 def end_traced_step(

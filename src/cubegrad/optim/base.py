@@ -163,9 +163,10 @@ class BaseOptimizer(Optimizer):
                 self._release.finish_step(self)
             elif not torch.compiler.is_compiling():
                 step_groups(self)
-            elif compiled.can_be_traced(self):
+            elif (reason := compiled.against_tracing(self)) is None:
                 compiled.step_groups(self)
             else:  # called from here, where the compiler can resume after it
+                torch._dynamo.graph_break(msg=reason)  # an error with fullgraph=True
                 compiled.step_untraced(self)
         return loss
 
@@ -220,8 +221,8 @@ class BaseOptimizer(Optimizer):
         return all(self._backend(group).FUSED for group in live)
 
     # torch.compile knows a method of this name and runs it as it is instead of tracing it.
-    def _init_group(self, group: Group, coded: bool, *columns: list[Tensor]) -> None:
-        compiled.fill_columns(self, group, coded, *columns)
+    def _init_group(self, group: Group, *columns: list[Tensor]) -> None:
+        compiled.fill_columns(self, group, *columns)
 
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""

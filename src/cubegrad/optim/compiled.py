@@ -24,19 +24,22 @@ Group = dict[str, Any]
 untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
-def can_be_traced(optimizer: "BaseOptimizer") -> bool:
-    """Not with sparse gradients, sharded parameters with codes or rounded at random, or the first
-    step of lr="auto".
-    """
+def against_tracing(optimizer: "BaseOptimizer") -> str | None:
+    """Why this step cannot be traced, and what to do about it if the whole graph is wanted."""
     groups = optimizer.param_groups
     grads = [param.grad for group in groups for param in group["params"]]
     if any(grad is not None and grad.is_sparse for grad in grads):
-        return False
+        return "a sparse gradient cannot be traced; leave fullgraph=True out"
     for group in groups:
         for param in group["params"] if options.rounds_at_random(group) else ():
             if sharding.is_sharded(param) and (group["compact"] or layout.is_half(param)):
-                return False
-    return auto.can_be_traced(optimizer) or not any(group["auto_lr"] for group in groups)
+                return (
+                    "a sharded parameter that is rounded at random cannot be traced, with "
+                    "compact=True or in half precision; leave fullgraph=True out"
+                )
+    if any(group["auto_lr"] for group in groups):
+        return auto.against_tracing(optimizer)
+    return None
 
 
 @untraced  # type: ignore[untyped-decorator]
@@ -61,69 +64,69 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
     """Returns s and ν of stepped parameters that have no gradient now, in turns."""
+    forms = _forms(optimizer, group)
     idle: list[Tensor] = []
-    _step_rows(optimizer, group, h, layout.LAYOUTS[optimizer._method], False, idle)
-    if group["compact"]:
-        _step_rows(optimizer, group, h, layout.CODED_LAYOUTS[optimizer._method], True, idle)
+    columns: list[list[Tensor]] = [[] for form in forms for _ in (*SHARED, *form.buffers)]
+    # Once for all forms: gathering the state a second time might replace tensors that the trace has
+    # from the first.
+    optimizer._init_group(group, idle, *columns)
+    for form, own in zip(forms, _columns_of(forms, columns), strict=True):
+        _step_rows(optimizer, group, h, form, own)
     return idle
 
 
+SHARED = ("param", "grad", "step")  # what every form has a column for, beside its buffers
+
+
+def _forms(optimizer: "BaseOptimizer", group: Group) -> list[Layout]:
+    """The forms that a state may have in this group, each with every buffer."""
+    coded = (False, True) if group["compact"] else (False,)
+    return [layout.full(optimizer._method, form) for form in coded]
+
+
+def _columns_of(forms: list[Layout], columns: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
+    rest = list(columns)
+    own = []
+    for form in forms:
+        count = len(SHARED) + len(form.buffers)
+        own.append(rest[:count])
+        rest = rest[count:]
+    return own
+
+
 def _step_rows(
-    optimizer: "BaseOptimizer",
-    group: Group,
-    h: Hyper,
-    layouts: Sequence[Layout],
-    coded: bool,
-    idle: list[Tensor],
+    optimizer: "BaseOptimizer", group: Group, h: Hyper, form: Layout, columns: list[list[Tensor]]
 ) -> None:
-    """Step the parameters whose state is in codes, or those whose state is not."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    steps: list[Tensor] = []
-    new_idle: list[Tensor] = []
-    columns: list[list[Tensor]] = [[] for _ in layouts[0].buffers]
-    optimizer._init_group(group, coded, params, grads, steps, new_idle, *columns)
-    if params:
-        names = layouts[0].buffers
-        held = [name for name, column in zip(names, columns, strict=True) if column]
-        used = layout.held(optimizer._method, held) or layouts[0]
-        buffers = zip(*(column for column in columns if column), strict=True)
-        rows = [
-            Row(layout.as_real(p), layout.as_real(g), k, tuple(map(layout.as_real, own)))
-            for p, g, k, own in zip(params, grads, steps, buffers, strict=True)
-        ]
-        at_random = options.rounds_at_random(group)
-        eager.step(Batch(used, rows, rounds_at_random=at_random), h)
-    idle += new_idle
+    """Step the parameters whose state is in this form."""
+    params, grads, steps, *buffers = columns
+    if not params:
+        return
+    held = [name for name, column in zip(form.buffers, buffers, strict=True) if column]
+    used = layout.held(optimizer._method, held) or form
+    own = zip(*(column for column in buffers if column), strict=True)
+    rows = [
+        Row(layout.as_real(p), layout.as_real(g), k, tuple(map(layout.as_real, state)))
+        for p, g, k, state in zip(params, grads, steps, own, strict=True)
+    ]
+    eager.step(Batch(used, rows, rounds_at_random=options.rounds_at_random(group)), h)
 
 
 def fill_columns(
-    optimizer: "BaseOptimizer",
-    group: Group,
-    coded: bool,
-    params: list[Tensor],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    idle: list[Tensor],
-    *columns: list[Tensor],
+    optimizer: "BaseOptimizer", group: Group, idle: list[Tensor], *columns: list[Tensor]
 ) -> None:
     """Fill the lists with what has a gradient; this runs while the step is traced, not in it."""
     optimizer._opt_called = True  # for torch's schedulers
-    found_inf = getattr(optimizer, "found_inf", None)
-    weight = Weight.of(group["lr"], found_inf)
-    names = (layout.CODED_LAYOUTS if coded else layout.LAYOUTS)[optimizer._method][0].buffers
+    weight = Weight.of(group["lr"], getattr(optimizer, "found_inf", None))
+    forms = _forms(optimizer, group)
+    by_form = dict(zip((form.is_coded for form in forms), _columns_of(forms, columns), strict=True))
+    names = {form.is_coded: (*SHARED, *form.buffers) for form in forms}
     for param, used, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):
-        if used.is_coded is not coded:
-            continue
-        params.append(param)
-        grads.append(row.grad)
-        steps.append(row.step)
-        for name, buffer in zip(used.buffers, row.buffers, strict=True):
-            columns[names.index(name)].append(buffer)
+        own, buffers = names[used.is_coded], zip(used.buffers, row.buffers, strict=True)
+        for name, tensor in (("param", param), ("grad", row.grad), ("step", row.step), *buffers):
+            by_form[used.is_coded][own.index(name)].append(tensor)
     if group["auto_lr"]:
         for param in group["params"]:
             state = optimizer.state.get(param, {})
-            held = layout.held(optimizer._method, state)
-            if param.grad is None and held is not None and held.is_coded is coded:
-                for own in conversion.sums(param, state, group["eps"]):
-                    idle += own
+            if param.grad is None and layout.held(optimizer._method, state) is not None:
+                for sums in conversion.sums(param, state, group["eps"]):
+                    idle += sums
