@@ -232,6 +232,24 @@ def test_sparse_gradients_are_stepped_as_dense_ones(backend, dtype):
     assert same_bits([sparse], [dense])
 
 
+@pytest.mark.parametrize("number", ["lr", "momentum"])
+@each_half
+@each_backend
+def test_a_scalar_beside_a_number_of_float64(backend, dtype, number):
+    """Alone among tensors, one without dimensions takes the dtype of a number that it meets."""
+    options = {"lr": 0.5, "momentum": 0.5} | AT_RANDOM
+    params = [cases.parameter(torch.full((), 1.5, dtype=dtype), backend.device) for _ in range(2)]
+    value = torch.tensor(options[number], dtype=torch.float64, device=backend.device)
+    for param, own in zip(params, (options, options | {number: value}), strict=True):
+        optimizer = cases.build(MADGRAD, backend, [param], own)
+        for k in range(4):
+            param.grad = torch.full_like(param, k + 1)
+            optimizer.step()
+        assert {tensor.dtype for tensor in optimizer.state[param].values()} == {torch.float32}
+    assert params[0].item() != 1.5
+    assert same_bits(params[:1], params[1:])
+
+
 def test_rounding_has_no_derivative():
     with pytest.raises(ValueError, match="rounding at random has no derivative; leave stochastic"):
         cubegrad.MADGRAD(parameters([(3,)]), differentiable=True, **AT_RANDOM)

@@ -21,6 +21,16 @@ class Row(NamedTuple):
     buffers: tuple[Tensor, ...]  # as the batch's layout names them
     first_index: int = 0  # of the parameter's first element in the whole, if that is needed
 
+    def with_dimensions(self) -> "Row":
+        """Views of one element instead of tensors without dimensions.
+
+        Those would become float64 by a product with a learning rate in float64.
+        """
+        if self.param.dim():
+            return self
+        buffers = tuple(buffer[None] for buffer in self.buffers)
+        return self._replace(param=self.param[None], grad=self.grad[None], buffers=buffers)
+
 
 class Member(NamedTuple):
     """A row, and the optimizer's parameter that it belongs to: of a sharded one it has a shard."""

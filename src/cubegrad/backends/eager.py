@@ -22,7 +22,8 @@ def step(batch: Batch, h: Hyper) -> None:
         coded.step(batch, h)
         return
     update = getattr(rule, batch.layout.method)
-    for row in batch.rows:
+    for given in batch.rows:
+        row = given if h.differentiable else given.with_dimensions()
         param, grad, step, buffers, _ = row
         rounds = batch.rounds(param)
         # The last bit, and so a rounding, must not depend on how a parameter is sharded.

@@ -103,7 +103,7 @@ def step(batch: Batch, h: Hyper) -> None:
     if batch.layout.is_coded:  # in pieces that are too large for lists to gain anything
         coded.step(batch, h)
         return
-    for rows in _by_step(batch.rows, h):
+    for rows in _by_step([row.with_dimensions() for row in batch.rows], h):
         for part in _slices(rows, by_rows=batch.rounds(rows[0].param)):
             _run(batch, part, h)
     torch._foreach_add_([row.step for row in batch.rows], 1)
