@@ -45,6 +45,8 @@ MANTISSA = 23
 # be measured.
 CUT = 17
 BINADES = 7 << MANTISSA  # from the smallest root of a block to the largest
+# Where the rounding error of z - x goes, by c = 1 - momentum: into x from this c on; see `share`.
+LEAST_EXACT = 0.099
 
 
 def _shifted(x: Array, places: int) -> Array:
@@ -210,6 +212,21 @@ def encode(
     return old._replace(offset=code, offset_scale=offset_scale, root=root, root_scale=root_scale)
 
 
+def share(xp: Namespace, momentum: Scalar) -> Scalar:
+    """The part of the rounding error of z - x that x takes in; z takes the rest.
+
+    In x an error does not add up with others, but it fades only at the rate c = 1 - momentum, and
+    its gradient drives z meanwhile. With a step size of a along a direction, errors of variance 1
+    give x - z the variance (1 + share² a/c) / 2c. As a can be as large as 4/c, this part has to
+    shrink faster than c^1.5: with all of it in x, a momentum of 0.995 made some runs diverge. In z
+    errors add up, until the gradient takes them back.
+    """
+    part = ((1 - momentum) / LEAST_EXACT) ** 2
+    if isinstance(momentum, int | float):
+        return min(part, 1.0)
+    return xp.where(part < 1, part, 1.0)
+
+
 def _store(
     xp: Namespace,
     bits: Array,
@@ -221,21 +238,25 @@ def _store(
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """`rule.unrounded` as it is stored: x, and the code and scale of z - x.
 
-    float32 has places enough to take in what rounding changes of the offset: x is what the coded
-    offset leaves of z. So z stays exact, and rounding errors do not add up in it. Half precision
-    has not: there x is rounded first, and the offset is what z lies from that.
+    float32 has places enough to take in what rounding changes of the offset. Up to a momentum of
+    0.9 it takes in all: x is what the coded offset leaves of z, so that z stays exact, and rounding
+    errors do not add up in it. Half precision has no such places: there x is rounded first, and the
+    offset is what z lies from that.
     """
     if round_param is not None:
         new_param = round_param(xp, new_param, bits)
     if momentum is None:  # no offset is kept
         return new_param, (None, None)
     if round_param is None:
-        z, offset = param - ahead, ahead * -momentum  # z - x before x is rounded
+        offset = ahead * -momentum  # z - x before x is rounded
     else:
         new_param, offset = rule.unrounded(param, ahead, new_param)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
-        new_param = xp.where(code == 0, z, z - code * scale)  # taking away -0 would make 0 of -0
+        part = share(xp, momentum)
+        new_param = param - ahead * (1 - (1 - part) * momentum)  # z, if x takes in all
+        rounded = new_param - code * (scale * part)
+        new_param = xp.where(code == 0, new_param, rounded)  # taking away -0 would make 0 of -0
     return new_param, (code, scale)
 
 

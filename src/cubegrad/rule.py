@@ -145,7 +145,7 @@ def madgrad_from_root(
 
     With d = x_0 - z the sums are s = d (r + ε) and ν = r³, so z_{k+1} is the same as in `madgrad`.
     There a rounding error of s or ν stays in a sum for good. Here one of r changes a coordinate's
-    step size a little and moves nothing, and one of m can be made good in x, so that z is exact.
+    step size a little and moves nothing, and one of m can be put into x, where it fades.
 
     Without `dual_offset` c is 1, and x is z. A coordinate with r = 0 has had no gradient yet, so it
     has not left x_0, whatever rounding made of x_0. `store` makes of x and m what is stored.

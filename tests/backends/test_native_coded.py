@@ -36,7 +36,7 @@ each_hyper = pytest.mark.parametrize("h", HYPERS.values(), ids=HYPERS)
 
 
 def compare(method, h, dtype, grad_dtype):
-    differences = Differences()
+    differences = Differences(h.momentum)
     native = fresh(method, h, dtype)
     for k in range(4):
         native = with_gradients(native, k, grad_dtype)

@@ -36,6 +36,7 @@ OPTIONS = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = list(itertools.product(OPTIONS, DTYPES, (0.9, 0.0)))
 STEPS = 4
+CASES += [("plain", torch.float32, 0.97), ("decoupled", torch.bfloat16, 0.97)]
 if DEVICE == "cpu":  # interpreted, a step takes seconds
     CASES = [case for case in CASES if case[0] == "plain" or case[1:] == (torch.float32, 0.9)]
     SHAPES = SHAPES[:3]

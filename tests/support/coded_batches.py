@@ -21,6 +21,7 @@ PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, ma
 HYPERS = {
     "plain": PLAIN,
     "no-momentum": PLAIN._replace(momentum=0.0),
+    "high-momentum": PLAIN._replace(momentum=0.97),
     "eps0": PLAIN._replace(eps=0.0),
     "l2-maximize": PLAIN._replace(weight_decay=0.1, maximize=True),
     "shrink": PLAIN._replace(shrink=0.75),
@@ -112,8 +113,9 @@ ROUNDED_APART = {torch.float16: 1e-3, torch.bfloat16: 1e-4}
 class Differences:
     """How much two backends differ after single steps from the same state."""
 
-    def __init__(self):
+    def __init__(self, momentum=0.9):
         self.codes = self.params = self.count = 0
+        self.share = codec.share(CodedFunctions, momentum)
 
     def add(self, a, b):
         for one, two in zip(a.rows, b.rows, strict=True):
@@ -146,9 +148,9 @@ class Differences:
         self.count += x.numel()
 
     def add_dual_points(self, x, codes, y, others):
-        """Where a code of z - x differs, so does x, and z does not."""
+        """Where a code of z - x differs, so does x, by the part of the error that it takes in."""
         pairs = [(x, offset_of(codes, x.shape)), (y, offset_of(others, y.shape))]
-        z, w = (param.double() + offset for param, offset in pairs)
+        z, w = (param.double() + offset * self.share for param, offset in pairs)
         size = max(1.0, z[z.isfinite()].abs().max().item())
         torch.testing.assert_close(z, w, rtol=5e-7, atol=5e-7 * size, equal_nan=True)
         alike = offset_codes(codes) == offset_codes(others)

@@ -27,20 +27,20 @@ TARGET INLINE float NAME(largest_finite)(float *restrict values, int64_t n)
     return single_of(most);
 }
 
-/* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, is z when this is called:
-   it becomes what the codes leave of z, which so stays exact. The lowest bit is that of the root's code,
-   if `low_bit` is 1. */
-TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x,
+/* Returns the scale; `wide` is n rounded up to LANES. x, if it is not NULL, takes in this share of what
+   rounding changes of the offset. The lowest bit is that of the root's code, if `low_bit` is 1. */
+TARGET INLINE float NAME(encode_offsets)(float *restrict m, float_at *restrict x, float share,
                                          const uint32_t *restrict bits,
                                          const int32_t *restrict roots, uint32_t low_bit,
                                          int8_t *restrict codes, int64_t n, int64_t wide)
 {
     float scale = NAME(largest_finite)(m, wide) * (1.000001f / 63.0f), inverse = 1 / scale;
     inverse = inverse < (float)INFINITY ? inverse : 0;
+    share *= scale;
     if (x)
         for (int64_t i = 0; i < n; i++) {
             float sum = NAME(offset_code)(m[i], inverse, bits[i]);
-            x[i] -= (sum - MIDDLE) * scale;
+            x[i] -= (sum - MIDDLE) * share;
             m[i] = sum;
         }
     else
@@ -133,8 +133,8 @@ TARGET INLINE void NAME(decode)(struct NAME(block) *restrict b, const struct cod
 }
 
 TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct coded_row *restrict row,
-                                float_at *x, float shrink, uint32_t low_bit, int64_t q,
-                                int64_t at, int64_t n, int64_t wide)
+                                float_at *x, struct NAME(constants) h, uint32_t low_bit,
+                                int64_t q, int64_t at, int64_t n, int64_t wide)
 {
     float_at *offset_scale = row->offset_scale, *root_scale = row->root_scale;
     float_at *initial_scale = row->initial_scale;
@@ -143,10 +143,10 @@ TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct cod
     root_scale[q] =
         NAME(encode_roots)(b->root, b->bits, low_bit, b->codes, row->root + at, least, n, wide);
     if (row->offset)
-        offset_scale[q] = NAME(encode_offsets)(b->m, x, b->bits, b->codes, low_bit,
+        offset_scale[q] = NAME(encode_offsets)(b->m, x, h.share, b->bits, b->codes, low_bit,
                                                row->offset + at, n, wide);
-    if (row->initial && shrink != 1)
-        initial_scale[q] *= shrink;
+    if (row->initial && h.shrink != 1)
+        initial_scale[q] *= h.shrink;
 }
 
 /* Blocks begin..end of one tensor. */
@@ -179,11 +179,11 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         else
             NAME(decode)(&b, row, job->param, q, at, n, wide);
         step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
-        float_at *exact = job->param == SINGLE ? param : NULL;
+        float_at *taking = job->param == SINGLE ? param : NULL;
         if (n == BLOCK)
-            NAME(encode)(&b, row, exact, h.shrink, low_bit, q, at, BLOCK, BLOCK);
+            NAME(encode)(&b, row, taking, h, low_bit, q, at, BLOCK, BLOCK);
         else
-            NAME(encode)(&b, row, exact, h.shrink, low_bit, q, at, n, wide);
+            NAME(encode)(&b, row, taking, h, low_bit, q, at, n, wide);
         if (param == b.x)
             NAME(write)(&x, b.x, b.raw);
         if (sums && (q + 1 == end || (q - begin) % (FOLD / BLOCK) == FOLD / BLOCK - 1))

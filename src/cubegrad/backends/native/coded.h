@@ -100,6 +100,8 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
                                    const float *restrict root, const uint32_t *restrict bits,
                                    struct NAME(lanes) *restrict lanes)
 {
+    /* Of float32, x without its part of the rounding error yet: z if it takes in all. */
+    float reach = kind == SINGLE ? 1 - (1 - h.share) * (1 - h.c) : h.c;
     for (int64_t i = 0; i < n; i++) {
         float p = param[i], x = SHRUNK(p), offset = SHRUNK(m[i]);
         float weighted = EFFECTIVE(grad[i], p) * h.weight, move = weighted, away = 0;
@@ -113,7 +115,7 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
             inverse = inverse == (float)INFINITY ? 0 : inverse;
         move = move * inverse + 0;   /* z_k - z_{k+1} */
         float ahead = move - offset; /* x_k - z_{k+1} */
-        float y = kind == SINGLE ? x - ahead : x - ahead * h.c;
+        float y = x - ahead * reach;
         if (kind != SINGLE)
             y = kind == HALF ? NAME(round_half)(y, bits[i]) : NAME(round_bfloat16)(y, bits[i]);
         if (lanes) {
@@ -121,7 +123,7 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
             float s = (root[i] + h.eps) * u;
             NAME(add)(asking, lanes, i, COUNTED(grad[i], p, since) * h.weight, since, s, u, root[i]);
         }
-        param[i] = y; /* of float32, z for now: x is what the code of m leaves of it */
+        param[i] = y;
         m[i] = kind == SINGLE ? ahead * (h.c - 1) : x - y - ahead;
     }
 }

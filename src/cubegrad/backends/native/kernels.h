@@ -19,6 +19,7 @@ struct NAME(constants) {
     REAL weight; /* λ_k; in the mirror form γ (k+1)^{1/3} */
     REAL fade;   /* in the mirror form √(k/(k+1)) */
     REAL c;      /* 1 - momentum */
+    REAL share;  /* of codes: codec.share */
     REAL shrink, eps, decay, sign;
 };
 
@@ -148,8 +149,10 @@ TARGET INLINE void NAME(mirror_madgrad)(int plain, struct NAME(constants) h, int
 TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, double k)
 {
     const struct numbers *n = &job->numbers;
+    double c = 1 - n->momentum, part = c / LEAST_EXACT * (c / LEAST_EXACT);
     return (struct NAME(constants)){
-        .c = (REAL)(1 - n->momentum),
+        .c = (REAL)c,
+        .share = (REAL)(part < 1 ? part : 1),
         .shrink = (REAL)n->shrink,
         .eps = (REAL)n->eps,
         .decay = (REAL)n->weight_decay,

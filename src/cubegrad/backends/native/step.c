@@ -19,11 +19,12 @@
    added to doubles, which costs a hundredth of a step. */
 #define LANES 16
 #define FOLD 1024
-/* As in codec.py: numbers that share a scale, at most, the bits that a root loses, and what lies
-   between the smallest root of a block and the largest. */
+/* As in codec.py: numbers that share a scale, at most, the bits that a root loses, what lies between
+   the smallest root of a block and the largest, and the least 1 - momentum at which z stays exact. */
 #define BLOCK 256
 #define CUT 17
 #define BINADES (7 << 23)
+#define LEAST_EXACT 0.099
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));
 typedef int16_t short_at __attribute__((aligned(1), may_alias));

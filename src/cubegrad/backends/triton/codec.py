@@ -76,9 +76,9 @@ def rounded(x, random, P: tl.constexpr):
 
 @triton.jit
 def encode_offset(offset, random):
-    """Codes in the lowest 7 bits, their scale, and the number that they are.
+    """Codes in the lowest 7 bits, their scale, and the integers that they are.
 
-    It is 0 for one that is not finite.
+    Those are 0 for offsets that are not finite.
     """
     offset = tl.where(tl.abs(offset) < float("inf"), offset, 0.0)
     scale = tl.max(tl.abs(offset), 0) * (1.000001 / 63)
@@ -87,7 +87,14 @@ def encode_offset(offset, random):
     dither = _float(((random >> 9) & 0x7FFC00 | 0x3F800200).to(tl.int32)) - 1.5
     scaled = tl.fma(offset, tl.zeros_like(offset) + inverse, dither)
     magic = scaled + MAGIC
-    return _bits(magic), scale, (magic - MAGIC) * scale
+    return _bits(magic), scale, magic - MAGIC
+
+
+@triton.jit
+def share(momentum):
+    """The part of an offset's rounding error that x takes in; z takes the rest."""
+    part = (1 - momentum) / 0.099
+    return tl.minimum(part * part, 1.0)
 
 
 @triton.jit

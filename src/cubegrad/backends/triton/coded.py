@@ -12,6 +12,7 @@ from cubegrad.backends.triton.codec import (
     inverse,
     mixed,
     rounded,
+    share,
 )
 from cubegrad.backends.triton.kernel import (
     cbrt,
@@ -147,8 +148,11 @@ def _update(
     tl.store(r_scale_at, r_scale)
     ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
     if HAS_OFFSET and P == tl.float32:
+        part = share(momentum)
         m_code, m_scale, m = encode_offset(ahead * -momentum, random)
-        new = (x - ahead) - m  # z_{k+1} stays exact
+        # z_{k+1} less the decoded offset, if x takes in all of the rounding error.
+        reached = tl.fma(-ahead, tl.zeros_like(ahead) + (1 - (1 - part) * momentum), x)
+        new = reached - m * (m_scale * part)
     else:
         new = tl.fma(ahead, tl.zeros_like(ahead) + (momentum - 1), x)
         if P != tl.float32:
