@@ -16,7 +16,8 @@ backend, and however the parameter is sharded, and no generator has a state to b
 A number that is not finite gets the code 0 and does not count for its block's scale.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ BLOCK = 256  # numbers that share a scale, at most; see `state.compact`
 # lie below them.
 LEAST_SIZE = 4096
 LEAST_ROW = 64
+# A tensor of one dimension is one row. The longest norms and biases have less than 50,000 numbers;
+# those that are longer are what a library has flattened.
+LEAST_FLAT = 65536
+DTYPES = frozenset({"float16", "bfloat16", "float32", "complex32", "complex64"})
 LARGEST_OFFSET = 63  # int8 has another bit, which belongs to the root
 LARGEST_INITIAL = 32767  # int16
 
@@ -47,6 +52,30 @@ CUT = 17
 BINADES = 7 << MANTISSA  # from the smallest root of a block to the largest
 # Where the rounding error of z - x goes, by c = 1 - momentum: into x from this c on; see `share`.
 LEAST_EXACT = 0.099
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """A row is all that has one index in the first dimension; one dimension alone is one row."""
+    return math.prod(shape[1:]) if len(shape) != 1 else shape[0]
+
+
+def why_not_coded(dtype: str, shape: Sequence[int]) -> str | None:
+    """What keeps a parameter's state from being in codes, for messages.
+
+    A complex number counts as two: the shape then has a 2 at the end.
+    """
+    if dtype not in DTYPES:
+        return dtype
+    if len(shape) == 1 and shape[0] < LEAST_FLAT:
+        return f"one dimension of less than {LEAST_FLAT:,}"
+    if math.prod(shape) < LEAST_SIZE * (2 if dtype.startswith("complex") else 1):
+        return f"less than {LEAST_SIZE:,} elements"
+    length = row_length(shape)
+    if length < LEAST_ROW:
+        return f"rows of less than {LEAST_ROW}"
+    if length >= 2**31 - BLOCK and length % BLOCK:  # a kernel counts them in int32
+        return f"rows of 2^31 that are not a multiple of {BLOCK}"
+    return None
 
 
 def _shifted(x: Array, places: int) -> Array:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cubegrad import sharding
+from cubegrad.codec import BLOCK
 from cubegrad.state import layout
 
 __all__ = ["Estimate", "Kept", "estimate", "table"]
@@ -41,6 +42,12 @@ class _Part(NamedTuple):
     shard: Tensor
     is_trained: bool
 
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether FSDP2 would cut through blocks of codes of a parameter of one dimension."""
+        count, own = self.whole.numel(), self.shard.numel()
+        return self.whole.dim() == 1 and own < count and (own % BLOCK > 0 or count % own > 0)
+
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -68,7 +75,7 @@ NOT_COUNTED = (
 
 def _ours(method: str, compact: bool, momentum: float = 0.9) -> Callable[[_Part], int]:
     def state(part: _Part) -> int:
-        group = {"compact": compact, "momentum": momentum}
+        group = {"compact": compact and not part.cuts_blocks, "momentum": momentum}
         held = layout.needed(method, group, part.whole)
         forms = held.forms(layout.as_real(part.shard))
         count = layout.counter(part.shard, on_device=False).nbytes

@@ -56,6 +56,19 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def is_flattened_by_fsdp(param: Any) -> bool:
+    """Whether FSDP1 has made it one dimension; fully_shard (FSDP2) does not."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def cut_of_first_dimension(param: Any) -> int:
+    """Into how many parts it is sharded."""
+    if not is_sharded(param):
+        return 1
+    pairs = zip(param.device_mesh.shape, param.placements, strict=True)
+    return math.prod(size for size, place in pairs if getattr(place, "dim", None) == 0)
+
+
 def cut_of_second_dimension(param: Any) -> int | None:
     """Into how many parts it is sharded; None if a later dimension is sharded as well."""
     if not is_sharded(param):

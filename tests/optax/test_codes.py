@@ -10,6 +10,7 @@ import jax_cases  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 from jax_cases import build, each_method, randn, stepper  # noqa: E402
 
+from cubegrad.codec import LEAST_FLAT  # noqa: E402
 from cubegrad.optax import madgrad  # noqa: E402
 from cubegrad.optax.compact import BUFFERS  # noqa: E402
 
@@ -42,6 +43,27 @@ PARITY = [
     ("decoupled-no-momentum", "float32", True),
     ("eps0", "float32", True),
 ]
+
+
+@pytest.mark.compilation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_method
+def test_a_vector_has_the_codes_of_one_row(method, dtype):
+    length = LEAST_FLAT + 37
+    ends = []
+    for shape in ((length,), (1, length)):
+        tx = build(method, {"compact": True})
+        params = jnp.asarray(randn((length,), dtype, 0)).reshape(shape)
+        state, step = tx.init(params), stepper(tx)
+        for k in range(3):
+            grads = jnp.asarray(randn((length,), dtype, 1 + k)).reshape(shape)
+            params, state = step(params, state, grads)
+        ends.append(
+            [np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves((params, state))]
+        )
+    assert state.root_scale.shape == (1, 257)
+    for one, other in zip(*ends, strict=True):  # XLA may fuse a product and a sum in one of them
+        assert (np.abs(one - other) > 1e-5).mean() < 1e-3
 
 
 @pytest.mark.compilation

@@ -90,13 +90,13 @@ def sizes(codes, shape):
     if codes.offset is None:
         root, per_binade = root >> 1, 32
     return root + per_binade * compact.joined(
-        binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, compact.row_length(shape))), shape
+        binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, codec.row_length(shape))), shape
     )
 
 
 def offset_of(codes, shape):
     """z - x."""
-    width = min(codec.BLOCK, compact.row_length(shape))
+    width = min(codec.BLOCK, codec.row_length(shape))
     scale = codes.offset_scale.double().unsqueeze(-1).expand(-1, -1, width)
     return offset_codes(codes).double() * compact.joined(scale, shape)
 

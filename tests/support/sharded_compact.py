@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from cubegrad import MADGRAD, MirrorMADGRAD, memory, sharding
 
 BACKENDS = [backend for backend in cases.FAST_BACKENDS if "-" not in backend.name]
-# Rows that leave uneven shards, padded blocks, a rank without rows, and one without codes.
-SHAPES = [(65, 64), (15, 300), (1, 4096), (2, 3000), (7, 5)]
+# Rows that leave uneven shards, padded blocks, a rank without rows, one without codes, and a vector
+# whose shards have whole blocks.
+SHAPES = [(65, 64), (15, 300), (1, 4096), (2, 3000), (7, 5), (67584,)]
 SETTINGS = {
     "madgrad": (MADGRAD, 0.9, torch.float32),
     "no-momentum": (MADGRAD, 0.0, torch.float32),

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cubegrad import codec
 from cubegrad.backends import memory
 from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state import compact
 from cubegrad.state.layout import CodedLayout, Layout
 
 
@@ -113,7 +113,7 @@ def addresses(batch: Batch) -> list[tuple[int, ...]]:
         state = [buffer.data_ptr() for buffer in buffers] + [0] * (3 - len(buffers))
         numbers = (0, 0, 1)
         if batch.rounds(param):
-            numbers = (compact.row_length(param.shape), first, spacing(param))
+            numbers = (codec.row_length(param.shape), first, spacing(param))
         rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel(), *numbers))
     return rows
 
@@ -122,15 +122,18 @@ def coded_addresses(batch: Batch) -> list[tuple[int, ...]]:
     """A kernel's table for states in codes.
 
     Of each row the parameter, the fields of `codec.Codes` (0 for None), the step count, the number
-    of blocks, the length of a row of the parameter, the first index and the spacing.
+    of blocks, the length of a row of the parameter, the first index and the spacing. Where rows are
+    whole blocks, each block is a row: so no length exceeds an int32.
     """
     assert isinstance(batch.layout, CodedLayout)
     rows = []
     for param, _, step, buffers, first in batch.rows:
         codes = batch.layout.codes(buffers)
         pointers = (0 if code is None else code.data_ptr() for code in codes)
-        length = compact.row_length(param.shape)
-        numbers = (codes.root_scale.numel(), length, first, spacing(param))
+        length, apart = codec.row_length(param.shape), spacing(param)
+        if apart == 1 and length % codec.BLOCK == 0:
+            length = codec.BLOCK
+        numbers = (codes.root_scale.numel(), length, first, apart)
         rows.append((param.data_ptr(), *pointers, step.data_ptr(), *numbers))
     return rows
 

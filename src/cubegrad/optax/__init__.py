@@ -139,8 +139,9 @@ def madgrad(
         state_dtype: the dtype of the sums s and ν; by default float32, or the parameter's dtype if
             that is wider. x_0 and z are never narrower than the default.
         compact: keep 4 bytes of state for a parameter instead of 12 (3 without momentum), in arrays
-            of at least 4,096 elements with rows of at least 64 (docs/jax.md). Smaller ones keep
-            what they keep otherwise, and state_dtype is for those alone.
+            of at least 4,096 elements with rows of at least 64, or 65,536 in one dimension
+            (docs/jax.md). Smaller ones keep what they keep otherwise, and state_dtype is for those
+            alone.
         stochastic_rounding: round bfloat16 and float16 parameters up or down at random, so that
             moves below their last place are made on average. Their updates are float32, and
             `optax.apply_updates` gives the rounded parameter. compact=True does so in any case.

@@ -2,10 +2,10 @@
 
 codec.py says what a code means. A block is up to 256 numbers that follow each other in one row of
 the parameter, and a row is all that has one index in the first dimension. The first dimension is
-never merged with another, so the scales are sharded as the parameter is.
+never merged with another, so the scales are sharded as the parameter is. A parameter of one
+dimension is stepped as rows of one block each.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from cubegrad import codec
-from cubegrad.codec import BLOCK, LEAST_ROW, LEAST_SIZE, Codes
+from cubegrad.codec import BLOCK, Codes, row_length
 from cubegrad.optax import xla
 from cubegrad.options import Hyper
 
@@ -24,7 +24,7 @@ Result = tuple[Array, Codes, xla.Sums | None]
 
 # The buffers of a state, in the order of `codec.Codes`.
 BUFFERS = tuple(name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
-DTYPES = ("float16", "bfloat16", "float32", "complex64")
+SCALES = tuple(name.endswith("scale") for name in Codes._fields)
 
 
 def is_coded(param: Array) -> bool:
@@ -32,16 +32,11 @@ def is_coded(param: Array) -> bool:
 
     How it is sharded does not count: inside `jit` that is not known.
     """
-    row = _row_length(_real_shape(param))
-    return param.dtype.name in DTYPES and param.size >= LEAST_SIZE and row >= LEAST_ROW
+    return codec.why_not_coded(param.dtype.name, _real_shape(param)) is None
 
 
 def _real_shape(param: Array) -> Shape:
     return (*param.shape, 2) if jnp.iscomplexobj(param) else param.shape
-
-
-def _row_length(shape: Shape) -> int:
-    return math.prod(shape[1:])
 
 
 def _real(array: Array) -> Array:
@@ -51,7 +46,9 @@ def _real(array: Array) -> Array:
 
 def _blocks(array: Array) -> Array:
     """(rows, blocks, numbers of a block); the last block of a row is filled up with zeros."""
-    rows = array.reshape(len(array), _row_length(array.shape))
+    if array.ndim == 1:  # each block a row
+        return jnp.pad(array, (0, -len(array) % BLOCK)).reshape(-1, 1, BLOCK)
+    rows = array.reshape(len(array), row_length(array.shape))
     width = min(BLOCK, rows.shape[1])
     if lacking := -rows.shape[1] % width:
         rows = jnp.pad(rows, ((0, 0), (0, lacking)))
@@ -60,7 +57,9 @@ def _blocks(array: Array) -> Array:
 
 def _joined(blocks: Array, shape: Shape) -> Array:
     """The inverse of `_blocks`."""
-    return blocks.reshape(len(blocks), -1)[:, : _row_length(shape)].reshape(shape)
+    if len(shape) == 1:
+        return blocks.reshape(-1)[: shape[0]]
+    return blocks.reshape(len(blocks), -1)[:, : row_length(shape)].reshape(shape)
 
 
 def initial_codes(param: Array, names: Sequence[str]) -> dict[str, Array]:
@@ -85,7 +84,8 @@ def _initial_dtype(param: Array) -> Any:
 def _parts(param: Array) -> tuple[Array, Array]:
     """Arrays that are sharded as the codes and the scales have to be."""
     real = _real(param)
-    return real, _blocks(real)[..., 0].astype(jnp.float32)
+    scale = _blocks(real)[..., 0].astype(jnp.float32)
+    return real, scale[:, 0] if real.ndim == 1 else scale
 
 
 def _initial(real: Array, scale: Array) -> tuple[Array, Array]:
@@ -97,7 +97,8 @@ def _initial(real: Array, scale: Array) -> tuple[Array, Array]:
 
 def _encode_initial(real: Array) -> tuple[Array, Array]:
     codes, scale = codec.encode_integers(xla.CODEC, _blocks(real), codec.LARGEST_INITIAL)
-    return _joined(codes, real.shape).astype(jnp.int16), scale[..., 0]
+    own = scale[..., 0]
+    return _joined(codes, real.shape).astype(jnp.int16), own[:, 0] if real.ndim == 1 else own
 
 
 def step(
@@ -116,13 +117,34 @@ def step(
             f"a parameter is {param.dtype}, and must have the dtype with which its state was made, "
             f"where x_0 is {codes.initial.dtype}; use optax.apply_updates, which keeps the dtype"
         )
+    if param.ndim == 1:
+        return _step_flat(h, count, param, grad, codes, with_sums)
     whole = partial(_step, h, count, with_sums, 0)
-    rows = max(1, xla.CHUNK // 2 // _row_length(_real_shape(param)))
+    rows = max(1, xla.CHUNK // 2 // row_length(_real_shape(param)))
     compiled = isinstance(param, jax.core.Tracer) or isinstance(grad, jax.core.Tracer)
     if not compiled or xla.may_be_sharded_on_cpu() or len(param) < 2 * rows:
         return whole(param, grad, codes)
     by_rows = partial(_step_by_rows, h, count, with_sums, rows)
     return lax.platform_dependent(param, grad, codes, cpu=by_rows, default=whole)  # type: ignore[no-any-return]
+
+
+def _step_flat(
+    h: Hyper, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
+) -> Result:
+    """A parameter of one dimension, as rows of one block each."""
+    rows = Codes(
+        *(
+            None if code is None else code[:, None] if is_scale else _blocks(code)[:, 0]
+            for code, is_scale in zip(codes, SCALES, strict=True)
+        )
+    )
+    x, g = _blocks(param)[:, 0], _blocks(grad)[:, 0]
+    move, new, sums = step(h, count, x, g, rows, with_sums)
+    flat = (
+        None if before is None else code.reshape(-1)[: len(before)]
+        for code, before in zip(new, codes, strict=True)
+    )
+    return move.reshape(-1)[: len(param)], Codes(*flat), sums
 
 
 def _step_by_rows(
@@ -172,7 +194,7 @@ def _step(
 ) -> Result:
     real = _real(param)
     x, g = (_blocks(a.astype(jnp.float32)) for a in (real, _real(grad)))
-    bits = codec.random_bits(count, _indices(x.shape, first_row, _row_length(real.shape)))
+    bits = codec.random_bits(count, _indices(x.shape, first_row, row_length(real.shape)))
     k, old = count.astype(jnp.float32), _in_blocks(codes)
     new_x, new, sums = codec.step(xla.CODEC, h, k, bits, x, g, old, param.dtype.name, with_sums)
     move = _joined(-(x - new_x), real.shape)  # -0 where nothing moves, which changes no bit

@@ -43,7 +43,8 @@ class MADGRAD(BaseOptimizer):
         differentiable: let autograd run through `step`.
         compact: keep about 4 bytes of state per parameter instead of 12 (3 at momentum 0), in
             tensors of at least 4,096 elements with rows (all but the first dimension) of at least
-            64. Others, and float64, keep their usual state. See docs/memory.md.
+            64, or 65,536 in one dimension. Others, and float64, keep their usual state. See
+            docs/memory.md.
         stochastic_rounding: round bfloat16 and float16 weights up or down at random, so that moves
             below their last place are made on average. compact=True does so in any case.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec, options, sharding
-from cubegrad.state import compact, layout, state_dicts
+from cubegrad.state import compact, conversion, layout, state_dicts
 
 Group = dict[str, Any]
 State = dict[Any, Any]
@@ -212,7 +212,8 @@ def complete(
     """Make of torch's state dict, in place, what is saved.
 
     Parameters that stepped without momentum and have some now get their x_0, as the next step
-    would recover it: a state dict with momentum always has it. Codes become bytes.
+    would recover it: a state dict with momentum always has it. Codes become bytes; those of
+    parameters that FSDP1 has flattened become sums.
     """
     try:
         packed_groups, packed_state = state_dicts.parts(state_dict)
@@ -223,6 +224,10 @@ def complete(
             own, entries = state.get(param), packed_state.get(key)
             held = layout.held(method, own) if isinstance(own, dict) else None
             if held is None or not isinstance(entries, dict):
+                continue
+            if held.is_coded and sharding.is_flattened_by_fsdp(param):
+                # FSDP gathers state tensors that have the parameter's shape, which scales have not.
+                conversion.convert(param, entries, layout.full(method), group["last_eps"])
                 continue
             if held.is_coded and isinstance(entries.get(held.start), Tensor):
                 entries[held.start] = compact.as_bytes(entries[held.start], param)

@@ -2,36 +2,44 @@
 
 codec.py says what a code means. A block is up to 256 numbers that follow each other in one row of
 the parameter, and a row is all that has one index in the first dimension. So the scales have a
-first dimension too, and are sharded as their parameter is.
+first dimension too, and are sharded as their parameter is. A parameter of one dimension is one row.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from cubegrad import codec, sharding
-from cubegrad.codec import BLOCK, LEAST_ROW, LEAST_SIZE, Codes
+from cubegrad.codec import BLOCK, Codes, row_length
 from cubegrad.functions import TorchFunctions
 
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64})
 # Numbers that are encoded at once where no kernel does it: it bounds the temporaries.
 PIECE = 2**20
 
 
 def is_coded(param: Tensor) -> bool:
     """Whether the parameter is large enough, and of a dtype, to keep its state in codes."""
-    large = param.numel() >= LEAST_SIZE and row_length(real_shape(param)) >= LEAST_ROW
-    return param.dtype in DTYPES and large and has_whole_blocks(param)
+    return why_not_coded(param) is None
+
+
+def why_not_coded(param: Tensor) -> str | None:
+    """What keeps the parameter's state from being in codes, for messages."""
+    reason = codec.why_not_coded(str(param.dtype).removeprefix("torch."), real_shape(param))
+    if reason is None and not has_whole_blocks(param):
+        return f"shards that cut through blocks of {BLOCK}"
+    return reason
 
 
 def has_whole_blocks(param: Tensor) -> bool:
-    """Whether no block lies in two shards: of a parameter that is cut by columns, some may."""
+    """Whether no block lies in two shards."""
+    shape = real_shape(param)
+    if len(shape) == 1:
+        parts = sharding.cut_of_first_dimension(param)
+        return parts == 1 or shape[0] % (parts * BLOCK) == 0
     columns = sharding.cut_of_second_dimension(param)
     if columns is None or columns == 1:
         return columns is not None
-    shape = real_shape(param)
     return shape[1] % columns == 0 and row_length(shape) % (columns * BLOCK) == 0
 
 
@@ -40,13 +48,10 @@ def real_shape(param: Tensor) -> Sequence[int]:
     return (*param.shape, 2) if param.is_complex() else param.shape
 
 
-def row_length(shape: Sequence[int]) -> int:
-    return math.prod(shape[1:])
-
-
 def scale_shape(shape: Sequence[int]) -> torch.Size:
     """One scale for each block."""
-    return torch.Size((shape[0], -(-row_length(shape) // BLOCK)))
+    blocks = -(-row_length(shape) // BLOCK)
+    return torch.Size((blocks,) if len(shape) == 1 else (shape[0], blocks))
 
 
 def initial_dtype(param: Tensor) -> torch.dtype:
@@ -66,7 +71,7 @@ def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
             TorchFunctions, blocks(x), codec.LARGEST_INITIAL
         )
         code.copy_(joined(code_blocks, x.shape))
-        own_scale.copy_(scales.squeeze(-1))
+        own_scale.copy_(scales.reshape(own_scale.shape))
     return codes, scale
 
 
@@ -98,14 +103,24 @@ def indices(param: Tensor, first: int) -> Tensor:
 
 
 def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same rows of tensors with one first dimension, a bounded number at a time."""
-    length = max(1, PIECE // max(1, row_length(tensors[0].shape)))
-    yield from zip(*(torch.split(tensor, length) for tensor in tensors), strict=True)
+    """Views of the same rows of tensors with one first dimension, a bounded number at a time.
+
+    Of one dimension, views of the same blocks: some tensors have a number for each block.
+    """
+    shape = tensors[0].shape
+    if len(shape) == 1:
+        lengths = [
+            PIECE if len(tensor) == len(tensors[0]) else PIECE // BLOCK for tensor in tensors
+        ]
+    else:
+        lengths = [max(1, PIECE // max(1, row_length(shape)))] * len(tensors)
+    pieces = map(torch.split, tensors, lengths)
+    yield from zip(*pieces, strict=True)
 
 
 def blocks(tensor: Tensor) -> Tensor:
     """(rows, blocks, numbers of a block); the last block of a row is filled up with zeros."""
-    rows = tensor.reshape(len(tensor), row_length(tensor.shape))
+    rows = tensor.reshape(-1, row_length(tensor.shape))
     width = min(BLOCK, rows.shape[1])
     lacking = -rows.shape[1] % width
     if lacking:
@@ -129,7 +144,9 @@ def codes_in_blocks(codes: Codes) -> Codes:
     cut = {name: None if code is None else blocks(code) for name, code in coded.items()}
     scales = {name: getattr(codes, f"{name}_scale") for name in coded}
     lifted = {
-        f"{name}_scale": None if scale is None else scale.unsqueeze(-1)
+        f"{name}_scale": None
+        if scale is None
+        else (scale if scale.dim() > 1 else scale[None]).unsqueeze(-1)
         for name, scale in scales.items()
     }
     return codes._replace(**cut, **lifted)

@@ -148,7 +148,7 @@ def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor, eps: float)
     code = _rounded(CodedFunctions.quotient(start, scale), bits, dtype)
     code = torch.where(same & (scale == old_scale), old_code, code.to(dtype))
     stored.initial.copy_(compact.joined(code, stored.initial.shape))
-    stored.initial_scale.copy_(scale.squeeze(-1))
+    stored.initial_scale.copy_(scale.reshape(stored.initial_scale.shape))
     sizes = (((was.root + eps) * d * d) for d in (away, away - back))
     return torch.stack([_finite_total(size) for size in sizes])
 
