@@ -49,6 +49,18 @@ def test_only_the_first_step_waits_for_the_device(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_nor_does_one_with_a_parameter_that_has_no_gradient(way: str) -> None:
+    params, fill, optimizer = start(**WAYS[way])
+    optimizer.step()
+    params[1].grad = None
+    optimizer.step()
+    with cases.no_waiting():
+        for _ in range(5):
+            fill()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_captured_step_equals_the_others(way: str) -> None:
     plain, fill_plain, expected = start(**WAYS[way], capturable=True)
     params, fill, optimizer = start(**WAYS[way], capturable=True)

@@ -61,6 +61,29 @@ def stages_share_one_estimate():
 
 
 @on(2, 3)
+def a_parameter_whose_only_step_was_skipped_does_not_count():
+    """A GradScaler found an overflow there; the other run has never had that step."""
+    whole, parts = ([nn.Parameter(w.clone()) for w in weights(1)] for _ in range(2))
+    one = MADGRAD(groups_of(whole), lr="auto", fused=True)
+    many = MADGRAD(groups_of(parts, dist.get_rank()), lr="auto", fused=True)
+    many.share_estimate()
+    for k in range(6):
+        for params, optimizer in ((whole, one), (parts, many)):
+            if k in (2, 3) and optimizer is many:
+                many._estimate.on_host = k == 2  # then as if its numbers were on a GPU
+                for param in params:
+                    param.grad = torch.full_like(param, torch.inf)
+                many.found_inf = torch.ones(1)
+                many.step()
+                del many.found_inf
+            for i, param in enumerate(params):
+                param.grad = param.detach() - i + math.sin(k) if i in (0, 3) else None
+            optimizer.step()
+        assert same_everywhere(many)
+        assert many.estimated_lr() == pytest.approx(one.estimated_lr(), rel=1e-9)
+
+
+@on(2, 3)
 def a_process_without_parameters_takes_part():
     whole, parts = ([nn.Parameter(w.clone()) for w in weights(2, 3)] for _ in range(2))
     one = MADGRAD(whole, lr="auto")

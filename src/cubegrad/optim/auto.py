@@ -43,10 +43,10 @@ class Estimate:
         self.lr: Tensor = groups[0]["estimated_lr"]
         self.follow(groups)
         self.live = [True] * len(groups)  # which groups have a gradient in this step
-        self.counts = [-1] * len(groups)  # coordinates that have been stepped; -1: not counted yet
-        self.idle: list[list[Tensor]] = [[] for _ in groups]  # stepped before, no gradient now
+        self.counts = [-1] * len(groups)  # coordinates that have a gradient; -1: not counted yet
+        self.idle: list[list[Tensor]] = [[] for _ in groups]  # have a state and no gradient
         self.cleared = False  # whether a kernel has set `sums` to 0 for the next step
-        # The counts on the device. None is dropped, as a captured graph may read it.
+        # Counts on the device. None is dropped, as a captured graph may read it.
         self.tables: dict[tuple[int, ...], Tensor] = {}
 
     def follow(self, groups: Sequence[Group]) -> None:
@@ -56,6 +56,33 @@ class Estimate:
                 if over not in part:
                     part[over] = torch.zeros_like(total)
                     self.sharded.append((total, over, part[over]))
+
+    def look_up(self, index: int, group: Group, silent: list[Tensor], state: Any) -> None:
+        """Note what a step does to a group in which these parameters have no gradient."""
+        self.idle[index] = [
+            param
+            for param in silent
+            if "step" in state.get(param, {}) and layout.held("madgrad", state[param])
+        ]
+        self.live[index] = len(silent) < len(group["params"])
+        self.counts[index] = sum(map(coordinates, group["params"])) - sum(map(coordinates, silent))
+
+    def counted(self, state: Any) -> Sequence[int] | Tensor:
+        """Each group's coordinates that have been stepped, now or before.
+
+        A state alone does not say so: a fused step that a GradScaler skips makes one. Its count of
+        steps does, which is on the device; reading it here would wait for that.
+        """
+        if not any(self.idle):
+            return self.counts
+        counts = []
+        for live, idle in zip(self.counts, self.idle, strict=True):
+            count: Any = live
+            for param in idle:
+                count = count + (state[param]["step"] > 0) * coordinates(param)
+            counts.append(self._on_device(count))
+        table = torch.stack(counts)
+        return table.tolist() if self.on_host else table
 
     @torch.no_grad()
     def advance_on_device(
@@ -189,18 +216,17 @@ def end_step(optimizer: "BaseOptimizer", hypers: Sequence[Hyper], repeated: Cont
     assert estimate is not None  # begin_step has made it
     for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
         if index not in repeated or estimate.counts[index] < 0:
-            with_gradient, idle = _live_and_idle(group, optimizer.state)
-            estimate.counts[index] = sum(map(coordinates, with_gradient + idle))
-            estimate.idle[index], estimate.live[index] = idle, bool(with_gradient)
+            silent = [param for param in group["params"] if param.grad is None]
+            estimate.look_up(index, group, silent, optimizer.state)
         for param in estimate.idle[index]:
             for own in conversion.sums(param, optimizer.state[param], h.eps):
                 _add_idle(h, h.sums[sharding.sharded_over(param)], *own)
     for total, over, sums in estimate.sharded:
         total += sharding.sum_over_shards(sums, over)
-    counts: Any = estimate.counts
+    counts: Any = estimate.counted(optimizer.state)
     live: Any = estimate.live
     if optimizer._shared is not None:
-        counts, live, found_inf = optimizer._shared.totals(estimate, hypers[0].found_inf)
+        counts, live, found_inf = optimizer._shared.totals(estimate, counts, hypers[0].found_inf)
         hypers = [h._replace(found_inf=found_inf) for h in hypers]
     if not estimate.on_host:
         estimate.advance_on_device(groups, hypers, counts, live, may_launch=True)
@@ -234,13 +260,6 @@ def _weighed(
     ]
 
 
-def _live_and_idle(group: Group, state: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters with a gradient, and those that were stepped before and have none now."""
-    live = [param for param in group["params"] if param.grad is not None]
-    others = (param for param in group["params"] if param.grad is None)
-    return live, [param for param in others if layout.held("madgrad", state.get(param, {}))]
-
-
 @torch.no_grad()
 def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> None:
     """The sums of a parameter that has no gradient this time; s and ν as real numbers."""
@@ -267,17 +286,24 @@ def against_tracing(optimizer: "BaseOptimizer") -> str | None:
 def end_traced_step(
     optimizer: "BaseOptimizer", hypers: Sequence[Hyper], idle: Sequence[Sequence[Tensor]]
 ) -> None:
-    """As `end_step`, for the compiler; `idle` has s and ν of idle parameters in turns."""
+    """As `end_step`, for the compiler; `idle` has step count, s and ν of idle parameters in turns.
+
+    It leaves the counts of the estimate to steps that are not compiled, which may be repeated.
+    """
     groups, estimate = optimizer.param_groups, optimizer._estimate
     assert estimate is not None
-    for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
-        live = [param for param in group["params"] if param.grad is not None]
-        sums = [layout.as_real(total) for total in idle[index]]
-        estimate.counts[index] = sum(map(coordinates, [*live, *sums[::2]]))
-        estimate.live[index] = len(live) > 0  # torch 2.11 cannot trace bool() of a list
-        for grad_sum, grad_sq_sum in zip(sums[::2], sums[1::2], strict=True):
+    counts: list[Any] = []
+    live = []
+    for group, h, tensors in zip(groups, hypers, idle, strict=True):
+        with_gradient = [param for param in group["params"] if param.grad is not None]
+        count: Any = sum(map(coordinates, with_gradient))
+        steps, *sums = tensors[::3], tensors[1::3], tensors[2::3]
+        for step, *own in zip(steps, *sums, strict=True):
+            grad_sum, grad_sq_sum = map(layout.as_real, own)
             _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
-    counts, live = estimate.counts, estimate.live
+            count = count + (step > 0) * grad_sum.numel()
+        counts.append(count)
+        live.append(len(with_gradient) > 0)  # torch 2.11 cannot trace bool() of a list
     estimate.advance_on_device(groups, hypers, counts, live, may_launch=False)
 
 

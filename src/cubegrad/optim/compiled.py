@@ -63,7 +63,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
 
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
-    """Returns s and ν of stepped parameters that have no gradient now, in turns."""
+    """Returns step count, s and ν of parameters with a state and no gradient now, in turns."""
     forms = _forms(optimizer, group)
     idle: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for form in forms for _ in (*SHARED, *form.buffers)]
@@ -127,6 +127,7 @@ def fill_columns(
     if group["auto_lr"]:
         for param in group["params"]:
             state = optimizer.state.get(param, {})
-            if param.grad is None and layout.held(optimizer._method, state) is not None:
+            idle_now = param.grad is None and "step" in state
+            if idle_now and layout.held(optimizer._method, state) is not None:
                 for sums in conversion.sums(param, state, group["eps"]):
-                    idle += sums
+                    idle += (state["step"], *sums)

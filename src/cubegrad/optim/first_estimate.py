@@ -67,6 +67,7 @@ def rows(
         first, steps = shared.agreed(first, steps, device)
     if first is None:
         return None
+    _forget_waiting(optimizer)
     optimizer._factor_watch = FactorWatch()
     row = empty()
     row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
@@ -84,6 +85,18 @@ def _steps_counted(optimizer: "BaseOptimizer") -> float:
     params = (param for group in optimizer.param_groups for param in group["params"])
     states = (optimizer.state.get(param, {}) for param in params)
     return max((float(state["step"]) for state in states if "step" in state), default=0.0)
+
+
+def _forget_waiting(optimizer: "BaseOptimizer") -> None:
+    """A parameter that has only waited, and has no gradient now, has not been stepped yet.
+
+    torch.distributed.checkpoint, for one, makes the state of all parameters by a step with
+    gradients of 0. One that trains without a gradient would count in the mean of their sizes.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None and "step" in optimizer.state.get(param, {}):
+                optimizer.state[param]["step"].zero_()
 
 
 def begin(

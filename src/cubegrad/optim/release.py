@@ -18,11 +18,9 @@ from torch.nn.parameter import is_lazy
 from cubegrad import options, sharding
 from cubegrad.optim import auto, edit, release_checks, step
 from cubegrad.optim.compiled import untraced
-from cubegrad.optim.first_estimate import coordinates
 from cubegrad.optim.release_checks import Held, version_of
 from cubegrad.optim.repeat import Prepared
 from cubegrad.options import Hyper
-from cubegrad.state import layout
 
 if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
@@ -201,12 +199,7 @@ class GradientRelease:
         if any(group["auto_lr"] for group in groups) and estimate is not None:
             for index, (group, view) in enumerate(zip(groups, views, strict=True)):
                 silent = [param for param in view["params"] if param.grad is None]
-                idle = [p for p in silent if layout.held("madgrad", state.get(p, {}))]
-                estimate.idle[index] = idle
-                estimate.live[index] = len(silent) < len(group["params"])
-                estimate.counts[index] = sum(map(coordinates, group["params"]))
-                estimate.counts[index] -= sum(map(coordinates, silent))
-                estimate.counts[index] += sum(map(coordinates, idle))
+                estimate.look_up(index, group, silent, state)
             auto.end_step(optimizer, hypers, repeated=range(len(groups)))
 
     def _refuse_second_gradient(

@@ -4,6 +4,7 @@ Each adds its own sums, and the totals over the processes advance the same numbe
 Parameters that are DTensors need none of this: they know their processes.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,23 +48,24 @@ class Shared:
         return (None if waits else first), steps
 
     def totals(
-        self, estimate: "Estimate", found_inf: Tensor | None
+        self, estimate: "Estimate", counts: Sequence[int] | Tensor, found_inf: Tensor | None
     ) -> tuple[Any, Any, Tensor | None]:
         """Replace the sums by those over the processes.
 
         Returns each group's count of coordinates, which groups have a gradient, and whether any
         process found an overflow. On a GPU all of them are tensors, which nobody waits for.
         """
-        sums, counts, live = estimate.sums, estimate.counts, estimate.live
-        own = torch.tensor([counts, live], dtype=torch.float64).T.to(sums.device, non_blocking=True)
-        overflow = torch.zeros_like(own[:, :1])
+        sums = estimate.sums
+        own = [torch.as_tensor(column, dtype=torch.float64) for column in (counts, estimate.live)]
+        there = [column.to(sums.device, non_blocking=True)[:, None] for column in own]
+        overflow = torch.zeros_like(there[0])
         if found_inf is not None:
             overflow += found_inf.to(overflow)
-        table = self.sum(torch.cat([sums, own, overflow], dim=1))
-        *new_sums, there, groups_live, overflows = table.unbind(1)
+        table = self.sum(torch.cat([sums, *there, overflow], dim=1))
+        *new_sums, counted, groups_live, overflows = table.unbind(1)
         sums.copy_(torch.stack(new_sums, 1))
         any_overflow = None if found_inf is None else (overflows[:1] > 0).float()
         live_there = groups_live > 0
         if estimate.on_host:
-            return there.tolist(), live_there.tolist(), any_overflow
-        return there.contiguous(), live_there.double(), any_overflow
+            return counted.tolist(), live_there.tolist(), any_overflow
+        return counted.contiguous(), live_there.double(), any_overflow
