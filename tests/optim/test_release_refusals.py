@@ -192,41 +192,6 @@ def test_what_a_grad_scaler_leaves_at_the_optimizer(name):
         loss_of(model, 0).backward()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model: model.zero_grad(set_to_none=False),
-        lambda model: setattr(model.norm.weight, "grad", torch.ones(released_runs.WIDTH)),
-    ],
-    ids=["norm", "value", "zero", "replaced"],
-)
-def test_gradients_changed_after_backward(change):
-    """Seen at the parameters whose gradients are held."""
-    model, optimizer = released()
-    loss_of(model, 0).backward()
-    change(model)
-    with (
-        cases.no_change(*model.parameters()),
-        pytest.raises(RuntimeError, match=r"changed after backward.*register_hook"),
-    ):
-        optimizer.step()
-
-
-def test_a_gradient_that_comes_after_its_step():
-    model, optimizer = released()
-    loss_of(model, 0).backward()
-    model.last.weight.grad = torch.ones(64, 64)
-    with (
-        cases.no_change(*model.parameters()),
-        pytest.raises(RuntimeError, match=r"got another gradient.*zero_grad"),
-    ):
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-
-
 def test_a_cuda_graph(monkeypatch):
     model, optimizer = released(capturable=True)
     monkeypatch.setattr(release_checks, "capturing", lambda: True)

@@ -1,13 +1,14 @@
 """Gradient release: a parameter steps as soon as backward() has completed its gradient.
 
 A hook on each parameter steps it during the backward pass and frees its gradient. Small gradients
-are held until step(), which updates their parameters together and ends the pass.
+are held until step(), which updates their parameters together and ends the pass. One gradient at
+least is held, however large: whoever clips gradients before step() changes it, which shows.
 """
 
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +52,13 @@ class GradientRelease:
         self._lock = threading.Lock()  # backward() runs one thread for each device
         self._slots: dict[int, Slot] = {}  # by the id of the parameter
         self._wrappers_checked = False
+        self._witness: int | None = None  # id of the parameter whose gradient is always held
         self.forget_pass()
         release_checks.refuse_options(optimizer)
         release_checks.refuse_wrappers(optimizer.param_groups)
         _refuse_other_owners(optimizer.param_groups)
         self._add_hooks(optimizer)
+        self._choose_witness(self._slots)
 
     def forget_pass(self) -> None:
         self.is_open = False  # whether a gradient has come since the last step()
@@ -94,6 +97,16 @@ class GradientRelease:
             if slot.hook is not None:
                 slot.hook.remove()
 
+    def _choose_witness(self, keys: Iterable[int]) -> None:
+        """The smallest of these parameters, by their ids.
+
+        None that is sharded: clipping changes a DTensor without a trace (`version_of`).
+        """
+        slots = [self._slots[key] for key in keys if key in self._slots]
+        params = [slot.params[0] for slot in slots if slot.hook is not None]
+        plain = [param for param in params if not sharding.is_sharded(param)]
+        self._witness = id(min(plain, key=lambda param: param.nbytes)) if plain else None
+
     def take_gradient(self, optimizer: "BaseOptimizer", param: Tensor) -> None:
         """Step a parameter whose gradient is complete, or hold its gradient until step()."""
         if not self.is_open:
@@ -107,7 +120,10 @@ class GradientRelease:
         hypers, grad = self._hypers, param.grad
         if grad is None:
             return  # another hook has taken it
-        if hypers is None or _bytes_kept(grad) < self.held_bytes or self._is_on_other_stream():
+        if key == self._witness and not grad.is_sparse and _bytes_kept(grad) > grad.nbytes:
+            param.grad = grad = grad.clone()  # a view would keep the others' gradients alive
+        waits = key == self._witness or _bytes_kept(grad) < self.held_bytes
+        if hypers is None or waits or self._is_on_other_stream():
             self._held[key] = Held(param, grad, version_of(grad))
             return
         self._step_now(optimizer, slot, hypers[slot.group])
@@ -166,6 +182,8 @@ class GradientRelease:
         for group in groups:
             for param in group["params"]:
                 param.grad = None
+        if self._stepped and not self._held:  # the witness had no gradient this time
+            self._choose_witness(self._stepped)
         self.forget_pass()
 
     def _remaining(self, group: Group) -> Group:

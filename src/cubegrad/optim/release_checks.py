@@ -57,17 +57,32 @@ def refuse_scaler() -> None:
 
 
 def refuse_changed(held: Iterable[Held]) -> None:
+    changed = []
     for param, grad, version in held:
-        now = param.grad
-        if now is None:
-            continue  # dropped by zero_grad
-        if now is not grad or version_of(now) != version:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} was changed after backward(), and with "
-                "release_gradients() most parameters have been stepped by then. Gradients must be "
-                "changed during backward(): clip each with param.register_hook(function), or use "
-                "ordinary steps: handle.remove(). zero_grad() drops those that are left"
-            )
+        now = param.grad  # None if zero_grad has dropped it
+        if now is not None and (now is not grad or version_of(now) != version):
+            changed.append(now)
+    if not changed:
+        return
+    what = f"a gradient of shape {tuple(changed[0].shape)}"
+    moved = "with release_gradients() most parameters have been stepped by then"
+    if all(map(_is_zero, changed)):  # the host may wait for the device: it raises anyway
+        raise RuntimeError(
+            f"{what} was set to 0 after backward(), as zero_grad(set_to_none=False) does, and "
+            f"{moved}. Call step() before zero_grad(). zero_grad(set_to_none=True) drops the "
+            "gradients that are left, so that step() can end the step"
+        )
+    raise RuntimeError(
+        f"{what} was changed after backward(), and {moved}. Gradients must be changed during "
+        "backward(): clip each with param.register_hook(function), or use ordinary steps: "
+        "handle.remove(). zero_grad() drops those that are left"
+    )
+
+
+def _is_zero(grad: Tensor) -> bool:
+    grad = sharding.local(grad)
+    values = grad._values() if grad.is_sparse else grad
+    return not bool(values.any())
 
 
 def refuse_wrappers(groups: Sequence[Group]) -> None:
