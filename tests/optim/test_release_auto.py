@@ -146,18 +146,6 @@ def test_idle_parameters_and_late_groups_are_counted():
     assert [count for _, opt in (one, other) for count in opt._estimate.counts] == [64 * 65] * 4
 
 
-def test_loading_in_the_middle_of_a_step():
-    _, (model, optimizer) = pair(build())
-    train(model, optimizer, steps=range(3))
-    saved = through_a_file(optimizer.state_dict())
-    loss_of(model, 3).backward()
-    optimizer.load_state_dict(saved)
-    optimizer.zero_grad()
-    optimizer.step()
-    train(model, optimizer, steps=range(3, 5))
-    assert optimizer.estimated_lr() > 0
-
-
 def test_a_group_without_gradients_adds_no_weight():
     """As in an ordinary step."""
     runs = []

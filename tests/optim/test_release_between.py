@@ -1,10 +1,14 @@
 """Gradient release between backward() and step(): what changes gradients, or needs a whole step."""
 
+import copy
+import io
+import pickle
+
 import cases
 import pytest
 import released_runs
 import torch
-from released_runs import Net, loss_of, train
+from released_runs import Net, loss_of, train, two_groups
 from short_runs import ones
 from torch import nn
 
@@ -119,3 +123,64 @@ def test_a_gradient_that_comes_after_its_step():
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
+
+
+ACTIONS = {
+    "state_dict()": lambda optimizer, _: optimizer.state_dict(),
+    "load_state_dict()": lambda optimizer, saved: optimizer.load_state_dict(saved),
+    "deepcopy": lambda optimizer, _: copy.deepcopy(optimizer),
+    "pickle": lambda optimizer, _: pickle.dumps(optimizer),
+    "save": lambda optimizer, _: torch.save(optimizer, io.BytesIO()),
+    "add_param_group()": lambda optimizer, _: optimizer.add_param_group({"params": [ones(3)]}),
+    "edit_weights()": lambda optimizer, _: optimizer.edit_weights().__enter__(),
+    "restart()": lambda optimizer, _: optimizer.restart(),
+    "remove()": lambda optimizer, _: optimizer._release.remove(),
+}
+
+
+@each_rate
+@pytest.mark.parametrize("name", ACTIONS)
+def test_what_needs_a_whole_step_is_refused(name, lr):
+    """Between backward() and step() some parameters have been stepped and others have not."""
+    model, optimizer = released(lr=lr)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    loss_of(model, 2).backward()
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    with (
+        cases.no_change(*model.parameters(), *state),
+        pytest.raises(
+            RuntimeError, match=r"between backward\(\) and step\(\).*call step\(\) first"
+        ),
+    ):
+        ACTIONS[name](optimizer, saved)
+    optimizer.step()
+    assert all(entries["step"] == 3 for entries in optimizer.state.values())
+    optimizer.zero_grad()
+    ACTIONS[name](optimizer, saved)
+
+
+@each_rate
+def test_torchs_checkpoints_work_between_two_steps(lr):
+    pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    runs = []
+    for resumes in (False, True):
+        model = Net()
+        optimizer = MADGRAD(two_groups(model), lr=lr)
+        optimizer.release_gradients()
+        get_state_dict(model, optimizer)  # makes a step with gradients of 0
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy(get_state_dict(model, optimizer))
+        loss_of(model, 3).backward()
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) comes between"):
+            get_state_dict(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if resumes:
+            set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+            train(model, optimizer, [3])
+        train(model, optimizer, range(4, 6))
+        runs.append((model, optimizer))
+    released_runs.assert_same(*runs)

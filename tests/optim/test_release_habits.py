@@ -92,10 +92,8 @@ def test_resume_in_the_middle(compact):
     optimizer.load_state_dict(saved)
     train(model, optimizer, steps=range(4, 8))
     assert_same(one, (model, optimizer))
-    loss_of(model, 9).backward()
     model.load_state_dict(other[0].state_dict())
-    optimizer.load_state_dict(saved)  # also in the middle of a step: back to step 4
-    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)  # back to step 4
     train(model, optimizer, steps=range(4, 8))
     assert_same(one, (model, optimizer))
 

@@ -14,11 +14,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, options, sharding
 from cubegrad.backends.batch import Backend
-from cubegrad.optim import auto, compiled, edit, first_estimate, inputs
+from cubegrad.optim import auto, compiled, edit, first_estimate, inputs, release_checks
 from cubegrad.optim.auto import Estimate
 from cubegrad.optim.auto_checks import FactorWatch
 from cubegrad.optim.release import GradientRelease
-from cubegrad.optim.release_checks import refuse_scaler
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.shared import Shared
 from cubegrad.optim.step import step_groups
@@ -102,11 +101,7 @@ class BaseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        if self._release is not None and self._release.is_open:
-            raise RuntimeError(
-                "add_param_group() comes between backward() and step(), and with "
-                "release_gradients() the step has begun; call step() first"
-            )
+        release_checks.refuse_in_open_step(self, "add_param_group()")
         if isinstance(param_group, dict) and options.auto_lr(self._method, param_group.get("lr")):
             param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
@@ -125,8 +120,7 @@ class BaseOptimizer(Optimizer):
             auto.hold(param_group, param_group.get("estimate", first_estimate.empty()))
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._is_editing:
-            edit.refuse("a copy or a pickle")
+        self._refuse_unless_whole("a copy or a pickle")
         state: dict[str, Any] = super().__getstate__()
         return state
 
@@ -135,8 +129,6 @@ class BaseOptimizer(Optimizer):
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._method, self.state)
         self._estimate = None
-        if self._release is not None:
-            self._release.forget_pass()
         for name in ("auto_lr", "compact", "stochastic_rounding"):
             self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:
@@ -202,6 +194,12 @@ class BaseOptimizer(Optimizer):
         """
         edit.restart(self, params)
 
+    def _refuse_unless_whole(self, what: str) -> None:
+        """Refuse to save, copy or load while the weights and the state do not belong together."""
+        if self._is_editing:
+            edit.refuse(what)
+        release_checks.refuse_in_open_step(self, what)
+
     # A scheduler replaces `step` by a wrapper that notes the call, unless it has this mark; the
     # compiler refuses to trace that wrapper, so our own functions note it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -215,7 +213,7 @@ class BaseOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler may leave unscaling and the check for overflows to the kernels."""
         if self._release is not None:  # only a GradScaler asks
-            refuse_scaler()
+            release_checks.refuse_scaler()
         groups = self.param_groups
         live = [group for group in groups if any(p.grad is not None for p in group["params"])]
         return all(self._backend(group).FUSED for group in live)
@@ -226,8 +224,7 @@ class BaseOptimizer(Optimizer):
 
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
-        if self._is_editing:
-            edit.refuse("state_dict()")
+        self._refuse_unless_whole("state_dict()")
         state_dict = state_dicts.plain(super().state_dict())
         checkpoint.complete(self._method, self.param_groups, self.state, state_dict)
         return state_dict
@@ -239,8 +236,7 @@ class BaseOptimizer(Optimizer):
         float32 state of half-precision parameters; this one gives each buffer its own dtype.
         What a wrapper has added to the state comes along, moved to the parameter's device.
         """
-        if self._is_editing:
-            edit.refuse("load_state_dict()")
+        self._refuse_unless_whole("load_state_dict()")
         state_dict = copy.copy(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)

@@ -14,6 +14,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.distance import FIELDS
 from cubegrad.optim import auto, first_estimate
+from cubegrad.optim.release_checks import refuse_in_open_step
 from cubegrad.optim.repeat import Repeats
 from cubegrad.state import edit, layout
 
@@ -29,7 +30,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
         with torch.no_grad():
             yield
         return
-    _refuse_in_open_step(optimizer, "edit_weights()")
+    refuse_in_open_step(optimizer, "edit_weights()")
     old = {
         param: edit.value(param).clone()
         for group in optimizer.param_groups
@@ -106,19 +107,10 @@ def refuse(what: str) -> NoReturn:
     )
 
 
-def _refuse_in_open_step(optimizer: "BaseOptimizer", what: str) -> None:
-    """Some parameters have been stepped and others not, so an edit would be before some steps."""
-    if optimizer._release is not None and optimizer._release.is_open:
-        raise RuntimeError(
-            f"{what} comes between backward() and step(), and with release_gradients() the step "
-            "has begun; call step() first"
-        )
-
-
 def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None:
     if optimizer._is_editing:
         refuse("restart()")
-    _refuse_in_open_step(optimizer, "restart()")
+    refuse_in_open_step(optimizer, "restart()")
     groups = optimizer.param_groups
     chosen = None if params is None else _chosen(groups, params)
     for group in groups:

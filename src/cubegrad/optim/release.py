@@ -70,17 +70,13 @@ class GradientRelease:
     def remove(self) -> None:
         """Go back to ordinary steps."""
         optimizer = self._optimizer()
-        if self.is_open and optimizer is not None:
-            raise RuntimeError(
-                f"remove() comes between backward() and step(): {len(self._stepped)} parameters "
-                "have been stepped already; call step() first"
-            )
+        if optimizer is not None and optimizer._release is self:
+            release_checks.refuse_in_open_step(optimizer, "remove()")
+            optimizer._release = None
         for slot in self._slots.values():
             if slot.hook is not None:
                 slot.hook.remove()
         self._slots = {}
-        if optimizer is not None and optimizer._release is self:
-            optimizer._release = None
 
     def _add_hooks(self, optimizer: "BaseOptimizer") -> None:
         """Follow the optimizer's groups, which may have got, lost or unfrozen parameters."""

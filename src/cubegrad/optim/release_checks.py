@@ -48,6 +48,15 @@ def refuse_options(optimizer: "BaseOptimizer") -> None:
         )
 
 
+def refuse_in_open_step(optimizer: "BaseOptimizer", what: str) -> None:
+    """Some parameters have been stepped and others not, and nothing else may come in between."""
+    if optimizer._release is not None and optimizer._release.is_open:
+        raise RuntimeError(
+            f"{what} comes between backward() and step(), and with release_gradients() the step "
+            "has begun; call step() first"
+        )
+
+
 def refuse_scaler() -> None:
     raise RuntimeError(
         "a GradScaler decides after backward() whether to step, and with release_gradients() "
