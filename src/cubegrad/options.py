@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
@@ -35,11 +35,11 @@ OTHERS = {
     "learning_rate": "has lr, not learning_rate",
     "epsilon": "has eps, not epsilon",
 }
-TAKEN = (
-    *("lr", "momentum", "weight_decay", "eps", "decoupled_weight_decay", "decoupled_lr"),
-    *("maximize", "foreach", "fused", "capturable", "differentiable", "compact"),
-    "stochastic_rounding",
+FLAGS = (
+    *("decoupled_weight_decay", "decoupled_lr", "maximize", "foreach", "fused", "capturable"),
+    *("differentiable", "compact", "stochastic_rounding"),
 )
+TAKEN = ("lr", "momentum", "weight_decay", "eps", *FLAGS)
 
 
 def refuse_unknown(optimizer: str, unknown: Iterable[str]) -> None:
@@ -78,6 +78,33 @@ def name_of(group: dict[str, Any], index: int) -> str:
     return str(group["param_names"][index]) if "param_names" in group else f"params[{index}]"
 
 
+def flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the flags that are among the options, as plain booleans."""
+    return {name: flag(name, options[name]) for name in FLAGS if name in options}
+
+
+def flag(name: str, value: Any) -> bool | None:
+    """The option as a plain boolean, or None if it may be.
+
+    numpy's booleans are taken, and the integers 0 and 1 of command lines and of older checkpoints.
+    """
+    allowed = "True or False"
+    if name in ("foreach", "fused"):
+        allowed = "True, False or None"
+        if value is None:
+            return None
+    if (isinstance(value, int) and value in (0, 1)) or _is_boolean_of_numpy(value):
+        return bool(value)
+    remedy = f"pass {name}=True, or leave it out"
+    if name == "decoupled_weight_decay" and isinstance(value, int | float):
+        remedy = f"pass weight_decay={value}, {name}=True"
+    raise TypeError(f"{name}={value!r} ({type(value).__name__}) must be {allowed}; {remedy}")
+
+
+def _is_boolean_of_numpy(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+
+
 def number(name: str, value: Any) -> float:
     """The option's value on the host; a tensor's without its history."""
     if isinstance(value, str) and value.startswith("auto"):
@@ -88,7 +115,7 @@ def number(name: str, value: Any) -> float:
 def one_number(name: str, value: Any, remedy: str) -> float:
     """The value as a float; the message that refuses it ends with `remedy`."""
     try:
-        if isinstance(value, str):  # float() would parse it
+        if isinstance(value, str) or is_boolean(value):  # float() would accept both
             raise TypeError
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -97,6 +124,11 @@ def one_number(name: str, value: Any, remedy: str) -> float:
         # As in torch.optim, a tensor of several numbers is a wrong value, not a wrong type.
         several = hasattr(value, "shape") and math.prod(value.shape) != 1
         raise (ValueError if several else TypeError)(message) from error
+
+
+def is_boolean(value: Any) -> bool:
+    """Whether it is True, False, or an array or tensor of them."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def _refuse_auto_as_number(name: str, value: str) -> NoReturn:
@@ -141,6 +173,7 @@ def check_alike(groups: list[dict[str, Any]]) -> None:
 
 def check(options: dict[str, Any]) -> None:
     """Refuse a torch group's options, naming the value, the limit and the remedy."""
+    flags(options)
     check_numbers(options)
     if options["foreach"] and options["fused"]:
         raise ValueError("foreach=True and fused=True exclude each other; set one of them")

@@ -16,6 +16,11 @@ NAN = float("nan")
 BAD = [
     ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; each method has its own scale"),
     ({"lr": "x"}, "lr='x' (str) must be one number"),
+    ({"lr": True}, "lr=True (bool) must be one number; each method has its own scale"),
+    ({"weight_decay": False}, "weight_decay=False (bool) must be one number; use 0"),
+    ({"grad_bound": True}, "grad_bound=True must be a real number"),
+    ({"maximize": "yes"}, "maximize='yes' (str) must be True or False; pass maximize=True, or"),
+    ({"maximize": 0.5}, "maximize=0.5 (float) must be True or False"),
     ({"momentum": 1.0}, "momentum=1.0 must be in [0, 1); use 0.9, or averaging='none'"),
     ({"power": NAN}, "power=nan must be finite and >= 0; use 0.5"),
     ({"r": 1.5}, "r=1.5 must be in [0, 1]; use the power of the weights"),
@@ -53,7 +58,10 @@ def test_a_bad_group_is_not_added_and_a_bad_option_moves_nothing():
     optimizer.param_groups[0]["grad_bound"] = torch.ones(2)
     with no_change(param), pytest.raises(ValueError, match="grad_bound has shape"):
         optimizer.step()
-    optimizer.param_groups[0].update(grad_bound=None, lr=NAN)
+    optimizer.param_groups[0].update(grad_bound=None, maximize="no")
+    with no_change(param), pytest.raises(TypeError, match="maximize='no'"):
+        optimizer.step()
+    optimizer.param_groups[0].update(maximize=False, lr=NAN)
     with no_change(param), pytest.raises(ValueError, match="lr=nan"):
         optimizer.step()
     assert not optimizer.state
@@ -79,6 +87,10 @@ DAMAGED = {
     "fewer parameters": (
         lambda d: d["param_groups"][0].update(params=[0]),
         r"param groups of \[1\] parameters, the optimizer \[2\]",
+    ),
+    "a flag that is no boolean": (
+        lambda d: d["param_groups"][0].update(maximize="no"),
+        "maximize='no' .* must be True or False",
     ),
     "a bad option": (lambda d: d["param_groups"][0].update(lr=NAN), "lr=nan"),
     "a missing buffer": (
@@ -142,7 +154,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage, message):
     before = copy.deepcopy(optimizer.state_dict())
     damaged = copy.deepcopy(saved.state_dict())
     damage(damaged)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         optimizer.load_state_dict(damaged)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

@@ -69,6 +69,79 @@ def test_an_option_of_several_numbers_is_a_value_error_as_in_torch(cls, name, ba
         cls([ones()], **{name: bad})
 
 
+@pytest.mark.parametrize("bad", [True, False, np.True_, torch.tensor(True)], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+@cases.each_class
+def test_a_boolean_is_no_number(cls, name, bad):
+    """lr=True would train at a rate of 1. False is refused as well, though it can only mean 0."""
+    with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(bad))} .* must be one number; "):
+        cls([ones()], **{name: bad})
+
+
+BAD_FLAGS = [
+    (
+        "decoupled_weight_decay",
+        0.1,
+        r"0\.1 \(float\) must be True or False; "
+        "pass weight_decay=0.1, decoupled_weight_decay=True",
+    ),
+    ("decoupled_weight_decay", "yes", "'yes' .* pass decoupled_weight_decay=True, or leave it out"),
+    ("compact", "yes", r"'yes' \(str\) must be True or False; pass compact=True, or leave it out"),
+    ("fused", "no", "'no' .* must be True, False or None; pass fused=True, or leave it out"),
+    ("compact", None, "None .* must be True or False; pass compact=True, or leave it out"),
+    ("maximize", 2, "2 .* must be True or False"),
+    ("capturable", torch.tensor(True), r"tensor\(True\) \(Tensor\) must be True or False"),
+]
+BAD_FLAGS += [(name, bad, "") for name in options.FLAGS for bad in (1.0, "False", [True])]
+
+
+@pytest.mark.parametrize(("name", "bad", "message"), BAD_FLAGS)
+@cases.each_class
+def test_a_flag_that_is_no_boolean_is_refused(cls, name, bad, message):
+    """decoupled_weight_decay=0.1 meant no decay at all: weight_decay was still 0."""
+    message, group = f"{name}={message}", {"params": [ones()], name: bad}
+    with pytest.raises(TypeError, match=message):
+        cls([ones()], **{name: bad})
+    optimizer = cls([ones()])
+    with pytest.raises(TypeError, match=message):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    saved = cls([ones()]).state_dict()
+    saved["param_groups"][0][name] = bad
+    if name not in ("compact", "stochastic_rounding"):  # kept as the optimizer was built
+        with pytest.raises(TypeError, match=message):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0][name] is optimizer.defaults[name]
+
+
+@pytest.mark.parametrize("name", options.FLAGS)
+@cases.each_class
+def test_a_flag_that_is_changed_to_no_boolean_is_refused_in_the_next_step(cls, name):
+    param = ones()
+    optimizer = advance(cls([param]), [param], range(3))  # by then a step repeats the last one
+    optimizer.param_groups[0][name] = "yes"
+    param.grad = torch.ones_like(param)
+    with cases.no_change(param), pytest.raises(TypeError, match=f"{name}='yes' .* must be True"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("yes", [1, np.True_])
+@pytest.mark.parametrize("name", options.FLAGS)
+@cases.each_class
+def test_numpys_booleans_and_0_and_1_are_taken_as_booleans(cls, name, yes):
+    """0 and 1 come from command lines and older checkpoints, and cannot mean anything else."""
+    no = type(yes)(0)
+    optimizer = cls([{"params": [ones()], name: yes}, {"params": [ones()]}], **{name: no})
+    assert optimizer.defaults[name] is False
+    assert [group[name] for group in optimizer.param_groups] == [True, False]
+    assert all(type(group[name]) is bool for group in optimizer.param_groups)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group[name] = type(yes)(group[name])
+    optimizer.load_state_dict(saved)
+    assert [group[name] for group in optimizer.param_groups] == [True, False]
+
+
 UNKNOWN = {
     "betas": r"has momentum \(0\.9\), not betas",
     "amsgrad": "has no amsgrad",

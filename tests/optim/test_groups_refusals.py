@@ -45,6 +45,19 @@ def parameters():
         ),
         (ResNet, {"lr": float("inf")}, ValueError, "lr=inf must be finite"),
         (ResNet, {"lr": "otto"}, TypeError, "lr='otto' .*must be one number"),
+        (
+            ResNet,
+            {"weight_decay": True},
+            TypeError,
+            r"weight_decay=True \(bool\) must be one number",
+        ),
+        (ResNet, {"lr": True}, TypeError, r"lr=True \(bool\) must be one number"),
+        (
+            ResNet,
+            {"patterns": {"head": {"decoupled_weight_decay": 0.1}}},
+            TypeError,
+            "decoupled_weight_decay=0.1 .*; pass weight_decay=0.1, decoupled_weight_decay=True",
+        ),
         (ResNet, {"layer_decay": 0.5}, ValueError, "layer_decay=0.5 needs lr, .*; pass lr=1e-3"),
         (
             ResNet,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cubegrad.options import name_of, one_number
+from cubegrad.options import flag, is_boolean, name_of, one_number
 from cubegrad.state import layout, state_dicts
 
 Group = dict[str, Any]
@@ -52,6 +52,7 @@ def check_options(options: Group, choices: ChoiceNames) -> None:
         value = one_number(name, options[name], limit.remedy)
         if not limit.holds(value):
             raise ValueError(f"{name}={value} must be {limit.text}; {limit.remedy}")
+    flag("maximize", options["maximize"])
     if options["weights"] == "one" and float(options["lr"]) != 1:
         raise ValueError(
             f"lr={float(options['lr'])} must be 1 with weights='one', which have no step size; "
@@ -81,7 +82,8 @@ def check_group(group: Group, choices: ChoiceNames) -> None:
 def _check_grad_bound(value: Any, name: str, param: Tensor) -> None:
     try:
         bound = torch.as_tensor(value)
-        if bound.is_complex() or bound.layout != torch.strided or bound.is_meta:
+        is_number = not (is_boolean(bound) or bound.is_complex())
+        if not is_number or bound.layout != torch.strided or bound.is_meta:
             raise TypeError
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(

@@ -54,6 +54,7 @@ def check_patterns(patterns: Mapping[str, Mapping[str, Any]], uses: list[Use]) -
             )
         for name in ("lr", "weight_decay"):
             _number(name, given.get(name))
+        options.flags({name: value for name, value in given.items() if value is not None})
         if not any(matches(pattern, use) for use in uses):
             names = {
                 ".".join(use.path[:end]) for use in uses for end in range(1, len(use.path) + 1)

@@ -88,6 +88,7 @@ def refuse_auto(learning_rate: Any) -> None:
 
 def checked(settings: Settings) -> Settings:
     """The settings with plain numbers as floats. Schedules and traced numbers are not checked."""
+    settings = settings._replace(**options.flags(settings._asdict()))
     known = {}  # the numbers that have a value now
     for name in NUMBERS:
         value = getattr(settings, name)
@@ -130,6 +131,9 @@ def _checked_factor(settings: Settings) -> Any:
     factor: Any = settings.lr_factor
     if factor is None:
         return 1.0
+    wrong = TypeError(f"lr_factor={factor!r} must be one number; use 1")
+    if isinstance(factor, str) or options.is_boolean(factor):  # float() would accept both
+        raise wrong
     if not settings.auto and not (isinstance(factor, float | int) and factor == 1):
         raise ValueError(
             f"lr_factor={factor!r} must be left at 1 with learning_rate="
@@ -138,9 +142,6 @@ def _checked_factor(settings: Settings) -> Any:
         )
     if callable(factor) or _is_traced(factor):
         return factor
-    wrong = TypeError(f"lr_factor={factor!r} must be one number; use 1")
-    if isinstance(factor, str):  # float() would accept "0.5"
-        raise wrong
     try:
         number = float(factor)
     except (TypeError, ValueError) as error:

@@ -96,6 +96,7 @@ class BaseOptimizer(Optimizer):
             "stochastic_rounding": stochastic_rounding,
         }
         options.check(defaults)
+        defaults |= options.flags(defaults)
         self._repeats = Repeats()
         self._starts = Starts()
         super().__init__(params, defaults)
@@ -109,6 +110,7 @@ class BaseOptimizer(Optimizer):
             options.refuse_others(type(self).__name__, param_group)
             options.check_alike(self.param_groups)
             options.check(param_group)
+            param_group.update(options.flags(param_group))
             for index, param in enumerate(param_group["params"]):
                 inputs.check_param(options.name_of(param_group, index), param)
         except Exception:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cubegrad import sharding
+from cubegrad import options, sharding
 from cubegrad.backends.batch import Batch, Launch, Member, capturing
 from cubegrad.backends.native import tensors
 from cubegrad.optim.watched import Journal, watch
@@ -19,8 +19,6 @@ from cubegrad.state import layout
 
 Group = dict[str, Any]
 
-# They decide which backend runs, on which form of the state, and how weights are rounded.
-FLAGS = ("foreach", "fused", "differentiable", "compact", "stochastic_rounding")
 NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 
@@ -68,7 +66,7 @@ class Prepared:
         own: dict[Tensor, list[Tensor]],
         journal: Journal,
     ) -> None:
-        self.flags = [group[name] for name in FLAGS]
+        self.flags = [group[name] for name in options.FLAGS]
         self.has_momentum = layout.has_momentum(group["momentum"])
         self.eps = group["eps"]
         self.params = list(group["params"])
@@ -80,7 +78,8 @@ class Prepared:
     def tables(self, group: Group) -> list[Any] | None:
         """One for each part; None if the group cannot be stepped as it was."""
         has_momentum = layout.has_momentum(group["momentum"])
-        if [group[name] for name in FLAGS] != self.flags or has_momentum != self.has_momentum:
+        flags = [group[name] for name in options.FLAGS]
+        if flags != self.flags or has_momentum != self.has_momentum:
             return None
         if not has_momentum and group["eps"] != self.eps:
             return None  # without x_0 the weights belong to the eps they were reached with

@@ -88,6 +88,7 @@ def _refuse_blind_capture(groups: list[Group]) -> None:
 
 def check_group(optimizer: "BaseOptimizer", group: Group) -> Backend:
     """Refuse what cannot be stepped; returns the backend for what can."""
+    options.flags(group)  # someone may have changed them since they were checked
     inputs.check_grads(optimizer._method, group, optimizer.state)
     sparse.check(optimizer._method, group)
     return optimizer._backend(group)
