@@ -1,6 +1,7 @@
 """Bad options and states are refused, with what was found, what is needed and the remedy."""
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ optax = pytest.importorskip("optax")
 from jax import numpy as jnp  # noqa: E402
 from jax_cases import same_bits  # noqa: E402
 
+from cubegrad import cautions  # noqa: E402
 from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
 
 NUMBERS = ("lr_factor", "reference_lr", "learning_rate", "momentum", "weight_decay", "eps")
@@ -49,3 +51,16 @@ def test_numpys_booleans_and_0_and_1_are_taken_as_booleans(name, kind):
 
     for value in (True, False):
         assert same_bits(step(kind(value)), step(value))
+
+
+def test_adamws_decay_without_decoupling_is_warned_of_at_the_users_line(monkeypatch):
+    monkeypatch.setattr(cautions, "_has_warned_of_decay", False)
+    tx, params = optax.inject_hyperparams(madgrad), {"w": jnp.ones(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        madgrad(weight_decay=1e-3)
+        madgrad(weight_decay=0.1, decoupled_weight_decay=True)
+        mirror_madgrad(weight_decay=0.1)
+    with pytest.warns(UserWarning, match=r"weight_decay=0.1 is an L2 term .*=0.025\.") as caught:
+        [tx(0.1, weight_decay=0.1).init(params) for _ in range(2)]
+    assert [warning.filename for warning in caught] == [__file__]

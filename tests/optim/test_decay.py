@@ -1,10 +1,14 @@
 """Decoupled weight decay, on every backend."""
 
+import warnings
+
 import cases
 import pytest
 import torch
 from cases import each_backend, each_backend_of_a_long_test, each_method
-from short_runs import cloned, parameters
+from short_runs import cloned, ones, parameters
+
+from cubegrad import MADGRAD, MirrorMADGRAD, cautions, param_groups
 
 
 @each_method
@@ -61,3 +65,48 @@ def test_decayed_weights_do_not_come_back(backend, method):
         param.grad = torch.full_like(param, 1e-3 * (-1) ** k)
         optimizer.step()
     assert param.abs().item() < 0.2
+
+
+@pytest.fixture
+def not_warned(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr(cautions, "_has_warned_of_decay", False)
+
+
+REMEDY = (
+    r"weight_decay={} is an L2 term .* pass decoupled_weight_decay=True and .* with 4 times "
+    r"AdamW's lr, weight_decay={}\."
+)
+
+
+@pytest.mark.usefixtures("not_warned")
+@pytest.mark.parametrize("lr", [0.01, "auto"])
+def test_adamws_decay_without_decoupling_is_warned_of_once_at_the_users_line(lr):
+    with pytest.warns(UserWarning, match=REMEDY.format("0.1", "0.025")) as caught:
+        [MADGRAD([ones()], lr, weight_decay=0.1) for _ in range(2)]
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("not_warned")
+def test_the_decays_of_groups_are_what_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = MADGRAD([{"params": [ones()], "weight_decay": 0.0}], weight_decay=0.1)
+        optimizer.add_param_group(
+            {"params": [ones()], "weight_decay": 0.1, "decoupled_weight_decay": True}
+        )
+        with pytest.raises(UserWarning, match=r"weight_decay=0\.01 is an L2 term"):
+            optimizer.add_param_group({"params": [ones()], "weight_decay": 0.01})
+    assert len(optimizer.param_groups) == 2
+    with pytest.warns(UserWarning, match=REMEDY.format("0.05", "0.0125")):
+        MADGRAD(param_groups(torch.nn.Linear(3, 3), weight_decay=0.05))
+
+
+@pytest.mark.usefixtures("not_warned")
+@pytest.mark.filterwarnings("error")
+def test_other_decays_are_not_warned_of():
+    """MADGRAD's largest best one in docs/results is 1e-3, MirrorMADGRAD's 2.5e-3."""
+    MADGRAD([ones()], weight_decay=2.5e-3)
+    MADGRAD([ones()], weight_decay=0.1, decoupled_weight_decay=True)
+    MADGRAD([ones()], weight_decay=0.1, decoupled_lr=True)
+    MirrorMADGRAD([ones()], weight_decay=0.1)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import cubegrad
+from cubegrad import cautions
 
 ROOT = Path(__file__).parents[2]
 PAGES = {  # how many blocks they have
@@ -94,6 +95,7 @@ def run(page: str) -> None:
             exec(code, names)
 
 
+@pytest.mark.filterwarnings("error:weight_decay=.* is an L2 term")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     assert len(blocks(page)) == PAGES[page]
@@ -103,6 +105,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         pytest.importorskip(library)
     torch.save({"optimizer": {"state": {}, "param_groups": [OLD_GROUP]}}, tmp_path / "old.pt")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cautions, "_has_warned_of_decay", False)
     if not torch.cuda.is_available() and any("autocast" in block for block in blocks(page)):
         autocast = torch.autocast
         monkeypatch.setattr(torch, "autocast", lambda _, dtype: autocast("cpu", dtype))

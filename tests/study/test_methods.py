@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 import cubegrad
-from cubegrad import family
+from cubegrad import cautions, family
 from cubegrad.study import Preset, StudyError, schedules
 from cubegrad.study.methods import FIGURES, METHODS, PAPER, Entry, entry, make
 
@@ -28,6 +28,15 @@ def test_every_method_steps_with_its_lr_and_decay(name: str) -> None:
     assert param[0] < 1.0
     assert param[1] > -2.0
     assert param.isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_search_of_decays_is_not_warned_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cautions, "_has_warned_of_decay", False)
+    make("madgrad", [torch.nn.Parameter(torch.ones(1))], 0.01, 0.05)
+    assert cautions._has_warned_of_decay  # it came to the warning
+    papers = [problem.best["madgrad"].decay for problem in PAPER.values()]
+    assert max(papers) < cautions.LARGE_DECAY
 
 
 def test_all_of_the_family_and_the_methods_of_the_paper_are_there() -> None:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cubegrad import rule
 from cubegrad.optax import auto
 from cubegrad.optax.auto import Estimate
-from cubegrad.optax.checks import Settings, Tree, checked, refuse_auto
+from cubegrad.optax.checks import Settings, Tree, checked, refuse_auto, warn_of_coupled_decay
 from cubegrad.optax.transform import transformation
 
 __all__ = [
@@ -149,7 +149,8 @@ def madgrad(
             decoupled_lr then decays by lr_factor alone, with a reference_lr of 1.
     """
     settings = checked(Settings(**locals()))
-    if compact:
+    warn_of_coupled_decay(settings)
+    if settings.compact:
         state_type: Any = CompactAutoMadgradState if settings.auto else CompactMadgradState
     else:
         state_type = AutoMadgradState if settings.auto else MadgradState

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from cubegrad import options
+from cubegrad import cautions, options
 
 Tree = Any
 Schedule = Callable[[Array], ArrayLike]
@@ -120,6 +120,12 @@ def checked(settings: Settings) -> Settings:
         options.shrink(flags | known, known["learning_rate"])
     _check_state_dtype(settings.state_dtype)
     return settings._replace(**plain)
+
+
+def warn_of_coupled_decay(settings: Settings) -> None:
+    decay = settings.weight_decay
+    if not (settings.decoupled or _is_traced(decay)):
+        cautions.warn_of_coupled_decay(options.number("weight_decay", decay))
 
 
 def _is_traced(value: Any) -> bool:

@@ -1,12 +1,11 @@
 """What lr="auto" refuses or warns of, because of what a wrapper or a scheduler does."""
 
-import sys
-import warnings
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cubegrad.backends.native import tensors
+from cubegrad.cautions import warn
 
 if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
@@ -82,15 +81,3 @@ def _peak_of_one_cycle(optimizer: "BaseOptimizer") -> float | None:
     peaks = [group.get("max_lr") for group in optimizer.param_groups]
     known = [float(peak) for peak in peaks if isinstance(peak, int | float)]
     return max(known) if len(known) == len(peaks) else None
-
-
-def warn(message: str) -> None:
-    """At the line of the user's code that calls step(): skip the frames of torch and cubegrad."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-def _is_inside(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "cubegrad")

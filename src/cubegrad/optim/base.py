@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from cubegrad import backends, options, sharding
+from cubegrad import backends, cautions, options, sharding
 from cubegrad.backends.batch import Backend
 from cubegrad.optim import auto, compiled, edit, first_estimate, inputs, release_checks
 from cubegrad.optim.auto import Estimate
@@ -113,6 +113,9 @@ class BaseOptimizer(Optimizer):
             param_group.update(options.flags(param_group))
             for index, param in enumerate(param_group["params"]):
                 inputs.check_param(options.name_of(param_group, index), param)
+            if self._method == "madgrad" and not options.is_decoupled(param_group):
+                decay = options.number("weight_decay", param_group["weight_decay"])
+                cautions.warn_of_coupled_decay(decay)
         except Exception:
             self.param_groups.pop()
             raise

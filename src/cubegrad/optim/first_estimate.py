@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from cubegrad import distance, rule, sharding
+from cubegrad.cautions import warn
 from cubegrad.distance import FIELDS
 from cubegrad.functions import NumberFunctions, TorchFunctions
-from cubegrad.optim.auto_checks import FactorWatch, warn
+from cubegrad.optim.auto_checks import FactorWatch
 from cubegrad.optim.shared import Shared
 from cubegrad.options import Hyper
 from cubegrad.state import layout

@@ -1,6 +1,7 @@
 """The compared optimizers, and the paper's settings and results, as data."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -125,10 +126,10 @@ def make(
     method = METHODS[name]
     facts = {"warm_up": warm_up, "batch_norm": batch_norm}
     options: dict[str, Any] = {"weight_decay": decay} | {fact: facts[fact] for fact in method.wants}
-    if not method.estimates:
-        return method.make(params, lr=lr, **options)
-    optimizer = method.make(params, lr="auto", **options)
-    for group in optimizer.param_groups:
+    with warnings.catch_warnings():  # a search tries large decays on purpose
+        warnings.filterwarnings("ignore", "weight_decay=.* is an L2 term")
+        optimizer = method.make(params, lr="auto" if method.estimates else lr, **options)
+    for group in optimizer.param_groups if method.estimates else ():
         group["lr"] = lr
     return optimizer
 
