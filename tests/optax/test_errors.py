@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 from jax import numpy as jnp  # noqa: E402
-from jax_cases import same_bits  # noqa: E402
+from jax_cases import same_bits, stepper  # noqa: E402
 
 from cubegrad import cautions  # noqa: E402
 from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
@@ -45,12 +47,12 @@ def test_numpys_booleans_and_0_and_1_are_taken_as_booleans(name, kind):
     """0 and 1 come from command lines, and cannot mean anything else."""
     params = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
-    def step(value):
+    def first_step(value):
         tx = madgrad(0.1, momentum=0.5, weight_decay=1e-3, **{name: value})
         return tx.update(params, tx.init(params), params)
 
     for value in (True, False):
-        assert same_bits(step(kind(value)), step(value))
+        assert same_bits(first_step(kind(value)), first_step(value))
 
 
 def test_adamws_decay_without_decoupling_is_warned_of_at_the_users_line(monkeypatch):
@@ -64,3 +66,104 @@ def test_adamws_decay_without_decoupling_is_warned_of_at_the_users_line(monkeypa
     with pytest.warns(UserWarning, match=r"weight_decay=0.1 is an L2 term .*=0.025\.") as caught:
         [tx(0.1, weight_decay=0.1).init(params) for _ in range(2)]
     assert [warning.filename for warning in caught] == [__file__]
+
+
+PARAMS = {"w": jnp.ones((64, 64)), "b": jnp.ones(3)}
+FACTORIES = {
+    "madgrad": madgrad,
+    'madgrad("auto")': partial(madgrad, "auto"),
+    "madgrad(compact=True)": partial(madgrad, compact=True),
+    'madgrad("auto", compact=True)': partial(madgrad, "auto", compact=True),
+    "mirror_madgrad": mirror_madgrad,
+    "mirror_madgrad(compact=True)": partial(mirror_madgrad, compact=True),
+}
+
+
+def step(tx, state, params=PARAMS, grads=None):
+    return jax.eval_shape(stepper(tx), params, state, params if grads is None else grads)
+
+
+@pytest.mark.parametrize("made_by", FACTORIES)
+@pytest.mark.parametrize("given_to", FACTORIES)
+def test_the_state_of_another_transformation_is_refused_while_tracing(made_by, given_to):
+    state = FACTORIES[made_by]().init(PARAMS)
+    tx, own = FACTORIES[given_to](), FACTORIES[given_to]().init(PARAMS)
+    if made_by == given_to:
+        assert jax.tree.structure(step(tx, state)[1]) == jax.tree.structure(state)
+        return
+    message = (
+        f"the state is the {type(state).__name__} of {made_by}, and {given_to} needs its own "
+        f"{type(own).__name__} of {len(own)} fields; go on with {made_by}, or start over from the "
+        "weights as they are: state = tx.init(params)"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        step(tx, state)
+
+
+OTHER_STATES = {
+    "adam's": (optax.scale_by_adam().init(PARAMS), r"of type ScaleByAdamState, .* init\(\)"),
+    "of a chain": ((madgrad().init(PARAMS), ()), "of type tuple with 2 members, .* a chain's"),
+    "a dict": (madgrad().init(PARAMS)._asdict(), r"of type dict, .*; pass MadgradState\(\*\*state"),
+    "none": (None, "of type NoneType, and madgrad needs its own MadgradState of 4 fields; pass"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_STATES)
+def test_what_is_no_state_of_ours_is_refused(kind):
+    state, message = OTHER_STATES[kind]
+    with pytest.raises(TypeError, match=f"the state is {message}"):
+        step(madgrad(), state)
+
+
+OTHER_PARAMS = {
+    "another name": (
+        {"v": PARAMS["w"], "b": PARAMS["b"]},
+        r"the state's \w+ is not a tree like params: it lacks \['v'\] and has \['w'\]; pass",
+    ),
+    "another container": (
+        list(PARAMS.values()),
+        r"it lacks \[0\], \[1\] and has \['b'\], \['w'\];",
+    ),
+    "one more": (PARAMS | {"a": jnp.ones(3)}, r"like params: it lacks \['a'\]; .*tx\.init\(params"),
+    "an ordered dict": (OrderedDict(PARAMS), "like params: it has other containers"),
+    "another shape": (
+        PARAMS | {"w": jnp.ones((128, 64))},
+        r"the state's \w+ of params\['w'\] has shape \(64, 64\), and must have \(128, 64\); pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_PARAMS)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_state_of_other_parameters_is_refused_while_tracing(factory, kind):
+    params, message = OTHER_PARAMS[kind]
+    tx = FACTORIES[factory]()
+    with pytest.raises(ValueError, match=message):
+        step(tx, tx.init(PARAMS), params)
+
+
+def test_gradients_of_other_parameters_are_refused_while_tracing():
+    tx = madgrad()
+    with pytest.raises(ValueError, match=r"the tree of gradients is not .* it lacks \['b'\]; pass"):
+        step(tx, tx.init(PARAMS), grads={"w": PARAMS["w"]})
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+def test_a_momentum_that_the_state_has_no_buffer_for_is_refused(factory, compact):
+    """The step would take x for z, which it is for one step only."""
+    state = factory(momentum=0.0, compact=compact).init({"w": PARAMS["w"]})
+    tx, params = factory(momentum=0.9, compact=compact), {"w": PARAMS["w"]}
+    if factory is mirror_madgrad and not compact:  # z is kept at any momentum
+        assert step(tx, state, params)[0]["w"].shape == (64, 64)
+        return
+    missing = "offset_code, offset_scale" if compact else "initial_param"
+    message = rf"params\['w'\] lacks {missing}, which momentum=0 does not keep and momentum=0\.9 "
+    with pytest.raises(ValueError, match=message):
+        step(tx, state, params)
+
+
+def test_a_state_that_lacks_a_buffer_is_refused():
+    state = madgrad(compact=True).init(PARAMS)._replace(root_scale={"w": None, "b": None})
+    with pytest.raises(ValueError, match=r"state of params\['w'\] lacks root_scale; go on with"):
+        step(madgrad(compact=True), state)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from cubegrad import codec, options
 from cubegrad.codec import Codes
-from cubegrad.optax import auto, compact, rounding, xla
+from cubegrad.optax import auto, compact, rounding, state_checks, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     SUMS,
@@ -69,8 +69,8 @@ def transformation(
             raise ValueError(
                 "params=None, but a step needs them; call update(grads, state, params)"
             )
-        state = state_type(*state)  # a checkpoint may restore a plain tuple
-        leaves = _leaves(settings.mask, params, updates, {n: getattr(state, n) for n in names})
+        state = state_checks.as_type(state_type, state)
+        leaves = _leaves(settings, params, updates, {n: getattr(state, n) for n in names})
         now = settings.at(state.count)
         h, fields = _hyper(now), {}
         if settings.auto:
@@ -101,16 +101,16 @@ def _trees(
     return {name: jax.tree.unflatten(treedef, [own[name] for own in buffers]) for name in names}
 
 
-def _leaves(mask: Any, params: Tree, grads: Tree, buffers: dict[str, Tree]) -> list[Leaf]:
-    """The trees, parameter by parameter, with the gradients checked."""
-    treedef: Any = jax.tree.structure(params)
-    columns = map(treedef.flatten_up_to, (params, grads, *buffers.values()))
-    rows = list(zip(*columns, strict=True))
+def _leaves(settings: Settings, params: Tree, grads: Tree, buffers: dict[str, Tree]) -> list[Leaf]:
+    """The trees, parameter by parameter, checked."""
+    trees = {f"the state's {name}": tree for name, tree in buffers.items()}
+    rows = state_checks.flattened(params, {"the tree of gradients": grads, **trees})
     for index, (param, grad, *_) in enumerate(rows):
         check_gradient(params, index, param, grad)
+    state_checks.check_buffers(params, settings, [*buffers], [row[2:] for row in rows])
     return [
         Leaf(jnp.asarray(param), jnp.asarray(grad), dict(zip(buffers, own, strict=True)), decays)
-        for (param, grad, *own), decays in zip(rows, _decays(mask, params), strict=True)
+        for (param, grad, *own), decays in zip(rows, _decays(settings.mask, params), strict=True)
     ]
 
 

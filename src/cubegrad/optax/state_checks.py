@@ -1,0 +1,109 @@
+"""What `update` cannot go on from is refused while it is traced: a compiled step costs the same."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from cubegrad.optax.checks import Settings, Tree
+
+MAKERS = {
+    "MadgradState": "madgrad",
+    "AutoMadgradState": 'madgrad("auto")',
+    "CompactMadgradState": "madgrad(compact=True)",
+    "CompactAutoMadgradState": 'madgrad("auto", compact=True)',
+    "MirrorMadgradState": "mirror_madgrad",
+    "CompactMirrorMadgradState": "mirror_madgrad(compact=True)",
+}
+START_OVER = "start over from the weights as they are: state = tx.init(params)"
+SHOWN = 3  # paths in a message
+
+
+def as_type(state_type: Any, state: Any) -> Any:
+    """The state as a `state_type`; a checkpoint may restore a plain tuple."""
+    fields, own = state_type._fields, getattr(state, "_fields", None)
+    if isinstance(state, tuple | list) and own in (None, fields) and len(state) == len(fields):
+        return state_type(*state)
+    name, needed = type(state).__name__, state_type.__name__
+    found = f"of type {name}"
+    remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
+    if maker := MAKERS.get(name):
+        found = f"the {name} of {maker}"
+        remedy = f"go on with {maker}, or {START_OVER}"
+    elif isinstance(state, Mapping) and set(state) == set(fields):
+        remedy = f"pass {needed}(**state)"
+    elif isinstance(state, tuple | list) and own is None:
+        found += f" with {len(state)} members"
+    raise TypeError(
+        f"the state is {found}, and {MAKERS[needed]} needs its own {needed} of {len(fields)} "
+        f"fields; {remedy}"
+    )
+
+
+def flattened(params: Tree, trees: Mapping[str, Tree]) -> list[tuple[Any, ...]]:
+    """A row for each parameter, with its part of each tree; the names are for messages."""
+    treedef: Any = jax.tree.structure(params)
+    columns = [treedef.flatten_up_to(params)]
+    for name, tree in trees.items():
+        try:
+            columns.append(treedef.flatten_up_to(tree))
+        except (TypeError, ValueError) as error:
+            _refuse_tree(name, params, tree, error)
+    return list(zip(*columns, strict=True))
+
+
+def _refuse_tree(name: str, params: Tree, tree: Tree, error: Exception) -> NoReturn:
+    wanted, found = (
+        [keystr(path) for path, _ in tree_flatten_with_path(one, lambda node: node is None)[0]]
+        for one in (params, tree)
+    )
+    missing = [path for path in wanted if path not in found]
+    others = [path for path in found if path not in wanted]
+    parts = [
+        f"{word} {', '.join(paths[:SHOWN])}{', …' if len(paths) > SHOWN else ''}"
+        for word, paths in (("lacks", missing), ("has", others))
+        if paths
+    ]
+    difference = " and ".join(parts) or f"has other containers ({error})"
+    raise ValueError(
+        f"{name} is not a tree like params: it {difference}; pass params, gradients and state of "
+        f"one model, or {START_OVER}"
+    ) from error
+
+
+def check_buffers(
+    params: Tree, settings: Settings, names: Sequence[str], rows: Sequence[tuple[Any, ...]]
+) -> None:
+    """Refuse state of another shape, or without a buffer that the step needs.
+
+    `rows` has the values of `names` for each parameter.
+    """
+    for (path, param), values in zip(tree_flatten_with_path(params)[0], rows, strict=True):
+        held = {name: v for name, v in zip(names, values, strict=True) if v is not None}
+        is_coded = "root_code" in held
+        wanted = [name for name in names if name.endswith(("_code", "_scale")) is is_coded]
+        at_rest = ("initial_param", "offset_code", "offset_scale")  # not kept at momentum 0
+        lacks = [n for n in wanted if n not in held and not (settings.no_momentum and n in at_rest)]
+        if lacks:
+            why = ""
+            if set(lacks) <= set(at_rest):
+                why = f", which momentum=0 does not keep and momentum={settings.momentum} needs"
+            raise ValueError(
+                f"the state of params{keystr(path)} lacks {', '.join(lacks)}{why}; go on with the "
+                f"options it was made with, or {START_OVER}"
+            )
+        _check_shapes(f"params{keystr(path)}", param, held)
+
+
+def _check_shapes(name: str, param: Any, held: Mapping[str, Any]) -> None:
+    shape = jnp.shape(param)
+    for buffer, value in held.items():
+        expected = (*shape, 2) if buffer.endswith("_code") and jnp.iscomplexobj(param) else shape
+        found = getattr(value, "shape", type(value).__name__)
+        if found != expected and not buffer.endswith("_scale"):
+            raise ValueError(
+                f"the state's {buffer} of {name} has shape {found}, and must have {expected}; pass "
+                f"params and state of one model, or {START_OVER}"
+            )
