@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -159,3 +160,30 @@ def test_the_picture_is_drawn(tmp_path):
     plot = importlib.import_module("plot_auto_peers")
     plot.main([str(tmp_path), str(tmp_path / "peers.png")])
     assert (tmp_path / "peers.png").stat().st_size > 10_000
+
+
+def test_the_estimate_runs_away_on_noise_alone_but_not_against_a_slope():
+    """docs/auto.md: with more steps than coordinates. A slope stops it."""
+    pytest.importorskip("prodigyopt")
+    pytest.importorskip("dadaptation")
+    noise = importlib.import_module("auto_noise")
+
+    def grown(coordinates, steps, curvature=0.0):
+        row = noise.Row("MADGRAD", coordinates, curvature)
+        return [noise.growth(row, seed, (steps,))[0] for seed in range(5)]
+
+    assert statistics.median(grown(4, 2_000)) > 1e4
+    assert max(grown(4, 2_000, curvature=1.0)) < 100
+    assert max(grown(20_000, 20)) < 1.1
+
+
+def test_the_table_of_the_docs_is_that_of_the_data():
+    pytest.importorskip("prodigyopt")
+    pytest.importorskip("dadaptation")
+    noise = importlib.import_module("auto_noise")
+    rows = json.loads((BENCHMARKS / "results" / "auto_noise.json").read_text())["rows"]
+    page = (BENCHMARKS.parent / "docs" / "auto.md").read_text(encoding="utf-8")
+    for row in rows:
+        by_seed = row.pop("by_seed")
+        assert f"{noise.line(noise.Row(**row), by_seed)}\n" in page
+    assert [noise.Row(**row) for row in rows] == noise.ROWS
