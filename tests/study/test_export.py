@@ -60,6 +60,19 @@ def test_a_metric_that_was_measured_at_the_end_is_in_the_last_row(tmp_path: Path
     assert {row["seed"] for row in rows} == {"0"}
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "＝", "\t", "\r", "\n"])
+def test_no_text_is_a_formula_and_numbers_stay_numbers(start: str, tmp_path: Path) -> None:
+    record = cifar10_record("sgd", 0.1, 0, -90.0)
+    text = f'{start}cmd|" /c calc"!A1'
+    settings = replace(record.settings, problem=text, method=text, schedule=text, options=text)
+    curve = {**record.curve, text: [-1.0, -2e-30, 3.0]}
+    export.write_csv([replace(record, settings=settings, curve=curve)], tmp_path / "a.csv")
+    row = rows_of(tmp_path / "a.csv")[1]
+    for column in ("problem", "method", "schedule", "options"):
+        assert row[column] == f"'{text}"
+    assert (row[f"'{text}"], row["accuracy"], row["preset"]) == ("-2e-30", "-91.0", "gpu")
+
+
 def test_events_for_tensorboard(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

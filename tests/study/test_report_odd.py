@@ -1,20 +1,25 @@
 """Reports of odd records: strange names, texts and numbers, and two reports at the same time."""
 
+import html
 import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from html_page import Page
 from made_up_records import ABOUT, CIFAR10_RECORDS, MACHINE
 
-from cubegrad.study import StudyError, cli, commands, figures, report
+from cubegrad.study import StudyError, cli, commands, figures, report, wording
 from cubegrad.study.records import Record, Runs, Settings, to_line
 
 NASTY = "<script>alert(1)</script> & \"q\" $\\frac{$ | 'a'"
+
+
+FORGED = "a net\r\n\r\n# Better\u2028![x](http://a.example/b.png)\n| a |\n|---|\n\x1b[31m <b>\x00"
 
 
 def records_of(
@@ -96,6 +101,47 @@ def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+
+
+@pytest.mark.plots
+def test_texts_of_a_record_cannot_forge_parts_of_a_report(tmp_path: Path) -> None:
+    metric, method = "![m](http://a.example/c.png) <i>", "_[m](http://a.example/d)"
+    about = {**ABOUT, "description": FORGED, "metric": metric, "unit": "*%*"}
+    odd = []
+    for one in CIFAR10_RECORDS:
+        curve = {metric if name == "accuracy" else name: v for name, v in one.curve.items()}
+        settings = replace(one.settings, problem="odd", method=method)
+        machine = {**MACHINE, "kind": FORGED, "start": f"{FORGED} {one.settings.seed}"}
+        odd.append(replace(one, settings=settings, about=about, machine=machine, curve=curve))
+    report.write(odd, tmp_path, ["cubegrad compare 'a\n# b'"])
+    text = (tmp_path / "report.md").read_text()
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert [line[:2] for line in headings] == ["# ", "##"]
+    assert "a net \\# Better !\\[x\\](http://a.example/b.png) | a | |---| \\[31m" in headings[0]
+    assert re.findall(r"(?<!\\)\[(.*?)]", text) == ["curves", "learning rates"]
+    assert re.findall(r"(?<!\\)[<`]|(?<!\\)\*", text) == []
+    assert {c for c in text if ord(c) < 32} == {"\n"}
+    for path in tmp_path.glob("*.svg"):
+        shown = "".join(ElementTree.parse(path).getroot().itertext())  # refuses control characters
+        assert "a net # Better ![x](" in shown or "odd-gpu: the search" in shown
+        assert method in shown  # in the legend, despite its "_"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NASTY, FORGED, "# a", "> a", "- a", "+ a", "1. a", "2) a", "1.", "3-layer net", "0.5 of it",
+        "---", "***", "___", "~~~", "```", "    a", "=", "~~a~~", "_a_ x_y __b__", "a_*_b", "&lt;",
+        "a  \nb", "\\*a*", "\\", "[a]: b", "[^1]", "<!-- a", "http:<b>",
+    ],
+)  # fmt: skip
+def test_any_text_is_shown_as_it_is(text: str) -> None:
+    markdown_it = pytest.importorskip("markdown_it", reason="needs markdown-it-py")
+    renderer = markdown_it.MarkdownIt("gfm-like", {"linkify": False})
+    shown = html.escape(wording.one_line(text), quote=False).replace('"', "&quot;")
+    assert renderer.render(report.paragraph(text)) == f"<p>{shown}</p>\n"
+    assert f"<td>{shown}</td>" in renderer.render(report.markdown([["head"], [text]]))
+    assert renderer.render(f"# {report.escaped(text)}") == f"<h1>{shown}</h1>\n"
 
 
 @pytest.mark.plots

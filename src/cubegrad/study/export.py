@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
@@ -16,6 +15,8 @@ from cubegrad.study.problem import optional
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings
 
 Curve = list[float | None]
+# A cell that begins with one of these may be a formula to a spreadsheet, in quotes too.
+FORMULA = tuple("=+-@＝＋－＠\t\r\n")
 
 
 def by_epoch(record: Record) -> dict[str, Curve]:
@@ -33,16 +34,25 @@ def by_epoch(record: Record) -> dict[str, Curve]:
 
 
 def write_csv(records: Iterable[Record], path: Path) -> None:
-    """One row for each epoch of each run; an empty cell is a value that is not there."""
+    """One row for each epoch of each run; an empty cell is a value that is not there.
+
+    Text that a spreadsheet might run as a formula begins with an apostrophe; numbers never do.
+    """
     records = list(records)
     names = list(dict.fromkeys(name for record in records for name in record.curve))
     text = io.StringIO(newline="")
     table = csv.writer(text, lineterminator="\n")
     heads = ["key", *(field.name for field in fields(Settings)), "status", "seconds", "epoch"]
-    table.writerow([*heads, *(f"metric {name}" if name in heads else name for name in names)])
-    table.writerows(itertools.chain.from_iterable(_rows(record, names) for record in records))
+    titles = [*heads, *(f"metric {name}" if name in heads else name for name in names)]
+    table.writerow(map(_inert, titles))
+    for record in records:
+        table.writerows(map(_inert, row) for row in _rows(record, names))
     with replacing(path) as file:
         file.write(text.getvalue().encode())
+
+
+def _inert(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 
 
 def _rows(record: Record, names: Sequence[str]) -> Iterator[list[object]]:

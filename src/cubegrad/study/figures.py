@@ -14,6 +14,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 from cubegrad.study.methods import estimates
 from cubegrad.study.statistics import Estimate, Judge, Summary
 from cubegrad.study.styles import COLOURS, LINES, by_lr, names, rows, style
+from cubegrad.study.wording import one_line
 
 # Text is not converted to paths, and the same numbers give the same file.
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cubegrad", "font.size": 10}
@@ -24,12 +25,14 @@ Draw = Callable[[Axes, Sequence[Summary]], None]
 
 
 def _labels(summaries: Sequence[Summary]) -> dict[str, str]:
-    return {entry: _literal(name) for entry, name in names(summaries).items()}
+    labels = {entry: _literal(name) for entry, name in names(summaries).items()}
+    # Matplotlib leaves labels that begin with "_" out of a legend.
+    return {entry: f" {name}" if name.startswith("_") else name for entry, name in labels.items()}
 
 
 def _literal(text: str) -> str:
     """Escape dollars: matplotlib would read a formula between two of them."""
-    return text.replace("$", r"\$")
+    return one_line(text).replace("$", r"\$")
 
 
 def _measure(judge: Judge, unit: str) -> str:

@@ -1,5 +1,6 @@
 """Statistics -> tables, plots, and one self-contained page (see page.py)."""
 
+import re
 import shutil
 import tempfile
 import time
@@ -17,6 +18,10 @@ from cubegrad.study.statistics import Summary
 from cubegrad.study.wording import number
 
 Rows = list[list[str]]  # the first is the header
+# What Markdown may read as more than text, anywhere (but "_" inside a word is only that) and at the
+# start of a paragraph. GitHub still makes a link of an address, to what it says.
+MARKUP = re.compile(r"[\\`*\[\]<>&~$#]|(?<![^\W_])_|_(?![^\W_])")
+LIST = re.compile(r"^(?=[+-])|^([0-9]+)(?=[.)](?:\s|$))")
 
 
 def table(experiment: Experiment, edges: bool = True) -> Rows:
@@ -86,8 +91,19 @@ def plain(rows: Rows) -> str:
 
 
 def markdown(rows: Rows) -> str:
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    cells = [[escaped(cell).replace("|", r"\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
+
+
+def escaped(text: str) -> str:
+    """As a line of Markdown that shows this text."""
+    return MARKUP.sub(r"\\\g<0>", wording.one_line(text))
+
+
+def paragraph(text: str) -> str:
+    """The same for a line that begins a paragraph, which must not become a list."""
+    return LIST.sub(r"\1\\", escaped(text))
 
 
 def write(records: Iterable[Record], folder: Path, commands: Sequence[str] = ()) -> str:
@@ -121,11 +137,12 @@ def _draft(experiments: Sequence[Experiment], folder: Path, commands: Sequence[s
         rows, lines = table(experiment), wording.notes(experiment)
         pictures = _draw(experiment, folder / stem)
         links = [f"![{words}]({quote(file)})" for words, file in pictures.items()]
-        heading, verdict = f"# {wording.title(experiment)}", wording.verdict(experiment)
-        texts.append("\n\n".join([heading, verdict, markdown(rows), *lines, *links]))
+        heading, verdict = escaped(wording.title(experiment)), wording.verdict(experiment)
+        parts = [paragraph(verdict), markdown(rows), *map(paragraph, lines), *links]
+        texts.append("\n\n".join([f"# {heading}", *parts]))
         sections.append(page.section(experiment, table(experiment, edges=False), stem))
         tables.append(rows)
-    ran = [f"    {command}" for command in commands]
+    ran = [f"    {line}" for command in commands for line in command.splitlines()]
     foot = ["## Commands\n\n" + "\n".join(ran)] if ran else []
     whole = "\n\n".join([*texts, *foot]) + "\n"
     titles = [wording.title(experiment) for experiment in experiments]

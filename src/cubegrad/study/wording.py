@@ -1,6 +1,7 @@
 """The report's numbers and sentences: what was compared, the result, the caveats."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from cubegrad.study import catalogue, styles
@@ -8,6 +9,14 @@ from cubegrad.study.comparison import Difference, difference, reported
 from cubegrad.study.experiments import Experiment
 from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate, Summary
+
+# Line ends and other control characters, and those that turn the direction of writing.
+NOT_TEXT = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]+")
+
+
+def one_line(text: str) -> str:
+    """A description may hold anything: its words, with single spaces between them."""
+    return NOT_TEXT.sub(" ", text).strip()
 
 
 def value(number: float, unit: str = "") -> str:
