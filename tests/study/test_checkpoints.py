@@ -2,6 +2,8 @@
 
 import datetime
 import errno
+import hashlib
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +183,73 @@ def test_state_of_a_task_that_is_not_in_the_checkpoint_is_reported(checkpoint: P
 
     with pytest.raises(StudyError, match="is of another model of this name"):
         run(replace(toy_problem.problem(), build=build), SETTINGS, PLACE, checkpoint)
+
+
+LOSSES: dict[str, object] = {"train_loss": [2.0, 1.0], "loss": [2.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("epoch", "a", "its epoch is 'a' and must be one of 1 to 4; delete it to restart the run"),
+        *(("epoch", value, "and must be one of 1 to 4") for value in (99, 0, -1, True, 1.5, None)),
+        ("epoch", 5, "its epoch is 5 and must be one of 1 to 4"),
+        ("epoch", 1, "its train_loss has 2 values for 1 epochs"),
+        ("epoch", 3, "its train_loss has 2 values for 3 epochs"),
+        *(("seconds", s, "must be a number >= 0") for s in ("a", math.nan, math.inf, -1.0, None)),
+        ("start", 5, "its start is 5 and must be text"),
+        *(("curve", curve, "its curve has no train_loss") for curve in ([1.0], None, {})),
+        ("curve", LOSSES | {"loss": ["a", "b"]}, "its loss is not a list of numbers"),
+        ("curve", LOSSES | {"loss": [1.0, math.nan]}, "its loss is not a list of numbers"),
+        ("curve", LOSSES | {"loss": [None, 1.0]}, "its loss is not a list of numbers"),
+        ("curve", LOSSES | {"loss": torch.ones(2)}, "its loss is tensor"),
+        ("curve", LOSSES | {"loss": [1.0] * 3}, "its loss has 3 values for 2 epochs"),
+        ("curve", {**LOSSES, 3: [1.0]}, "3 is not plain text"),
+        ("curve", LOSSES | {"a\n": [1.0]}, "is not plain text"),
+    ],
+)
+def test_a_field_that_no_run_leaves_is_refused(
+    field: str, value: object, message: str, checkpoint: Path
+) -> None:
+    state = torch.load(checkpoint, weights_only=True)
+    checkpoints.save(checkpoint, state | {field: value})
+    data, ticks = checkpoint.read_bytes(), []
+    with pytest.raises(StudyError) as refused:
+        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint, lambda: ticks.append(1))
+    assert message in str(refused.value)
+    assert str(refused.value).startswith(f"{checkpoint} cannot be of this run: ")
+    assert not ticks
+    assert checkpoint.read_bytes() == data
+
+
+def test_a_diverged_run_that_was_killed_before_its_record_is_not_refused(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, method="sgd", lr=1e30)
+    whole = run(toy_problem.problem(), settings, PLACE)
+    kill_after(1, toy_problem.problem(), settings, PLACE, tmp_path / "one.pt")
+    resumed = run(toy_problem.problem(), settings, PLACE, tmp_path / "one.pt")
+    assert (resumed.status, curve_text(resumed)) == ("diverged", curve_text(whole))
+
+
+@pytest.mark.parametrize("method", ["madgrad", "sgd"])
+@pytest.mark.parametrize("field", ["model", "optimizer"])
+@pytest.mark.parametrize("value", [3, [], {}, {"state": 3, "param_groups": []}, None])
+def test_a_state_of_the_wrong_kind_is_refused(
+    method: str, field: str, value: object, tmp_path: Path
+) -> None:
+    path, settings = tmp_path / "one.pt", replace(SETTINGS, method=method)
+    kill_after(1, toy_problem.problem(), settings, PLACE, path)
+    checkpoints.save(path, torch.load(path, weights_only=True) | {field: value})
+    with pytest.raises(StudyError, match="is of another model of this name; delete it"):
+        run(toy_problem.problem(), settings, PLACE, path)
+
+
+@pytest.mark.parametrize("content", ["hello", "cut", ""])
+def test_a_checksum_does_not_make_a_checkpoint(content: str, checkpoint: Path) -> None:
+    data = checkpoint.read_bytes()[:3000] if content == "cut" else content.encode()
+    digest = hashlib.sha256(data).hexdigest().encode()
+    checkpoint.write_bytes(data + checkpoints.FOOTER % digest)
+    with pytest.raises(StudyError, match=r"one\.pt (is not a checkpoint|has an).*; delete it"):
+        run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
 
 
 @pytest.mark.parametrize("room", [0, 700, 4000])

@@ -52,9 +52,9 @@ def load(path: Path) -> dict[str, Any] | None:
                 f"{path} has {match[1] if match else 'an object'} in it; delete it, and let "
                 "Task.keeps hold tensors, numbers, text, lists and dicts only"
             ) from None
-        if has_checksum:
+        if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
             raise
-        state = None
+        state = None  # torch.load raises almost anything for another program's file
     if not isinstance(state, dict) or not state.keys() >= FIELDS:
         raise StudyError(f"{path} is not a checkpoint of cubegrad; delete it or use another --out")
     if not has_checksum:

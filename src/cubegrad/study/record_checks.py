@@ -1,6 +1,7 @@
-"""Checks the content of a record: a line with a valid checksum may still hold anything."""
+"""Checks the content of records and checkpoints: with a valid checksum, they may hold anything."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,36 @@ def check(record: "Record") -> None:
     if not _is(record.seconds, float) or not isinstance(record.machine, dict):
         raise ValueError(f"its seconds are {record.seconds!r}, its machine {record.machine!r}")
     _check_about(record.about)
-    if not isinstance(record.curve, dict) or "train_loss" not in record.curve:
+    check_curve(record.curve, record.status == "diverged")
+
+
+def check_curve(curve: Any, diverged: bool) -> None:
+    """Only a diverged run may lack a number."""
+    if not isinstance(curve, dict) or "train_loss" not in curve:
         raise ValueError("its curve has no train_loss")
-    for name, values in record.curve.items():
+    for name, values in curve.items():
         _check_text(name)
-        may_lack = record.status == "diverged"  # only a diverged run may lack a number
-        if not isinstance(values, list) or not (values or may_lack):
-            raise ValueError(f"its {name} is {values!r}")
-        if not all(_is(value, float) or (may_lack and value is None) for value in values):
+        if not isinstance(values, list) or not (values or diverged):
+            raise ValueError(f"its {name} is {values!r:.60}")
+        if not all(_is(value, float) or (diverged and value is None) for value in values):
             raise ValueError(f"its {name} is not a list of numbers")
+
+
+def check_progress(state: Mapping[str, Any], epochs: int) -> None:
+    """Raises ValueError for a checkpoint that no run of this many epochs has left."""
+    epoch, seconds, curve = state["epoch"], state["seconds"], state["curve"]
+    start = state.get("start", "")
+    if not _is(epoch, int) or not 1 <= epoch <= epochs:
+        raise ValueError(f"its epoch is {epoch!r:.60} and must be one of 1 to {epochs}")
+    if not _is(seconds, float) or seconds < 0:
+        raise ValueError(f"its seconds are {seconds!r:.60} and must be a number >= 0")
+    if not isinstance(start, str):
+        raise ValueError(f"its start is {start!r:.60} and must be text")
+    check_curve(curve, diverged=True)
+    check_curve(curve, diverged=any(values[-1:] == [None] for values in curve.values()))
+    for name, values in curve.items():
+        if len(values) > epoch or (name == "train_loss" and len(values) < epoch):
+            raise ValueError(f"its {name} has {len(values)} values for {epoch} epochs")
 
 
 def _check_settings(settings: "Settings") -> None:
@@ -59,9 +81,9 @@ def _check_about(about: Any) -> None:
         _check_text(text)
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: Any) -> None:
     """No control characters, which a terminal would obey when it shows the table."""
-    if not text.isprintable():
+    if not isinstance(text, str) or not text.isprintable():
         raise ValueError(f"{text!r} is not plain text")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cubegrad.study import checkpoints, methods, peers, schedules
+from cubegrad.study import checkpoints, methods, peers, record_checks, schedules
 from cubegrad.study.logs import Log
 from cubegrad.study.problem import Preset, Problem, Setup, StudyError, Task
 from cubegrad.study.records import ESTIMATED_LR, Record, Settings, finite, machine
@@ -62,11 +62,18 @@ class _Run:
         if state is None or state["key"] != settings.key:
             return
         try:
+            record_checks.check_progress(state, settings.epochs)
+        except ValueError as error:
+            raise StudyError(
+                f"{path} cannot be of this run: {error}; delete it to restart the run, "
+                "or use another --out"
+            ) from None
+        try:
             self.task.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             for name, kept in self.task.keeps.items():
                 kept.load_state_dict(state["keeps"][name])
-        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise StudyError(
