@@ -69,3 +69,26 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_reported(
 ) -> None:
     (tmp_path / name).write_text("from toy_problem import problem\n")
     assert message in refused(f"train {name}:problem --lr 1", capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("mine", "for the function of mine.py that returns a Problem, write mine:problem"),
+        ("mine.py", "for the function of mine.py that returns a Problem, write mine.py:problem"),
+        ("mine.other", "for the function of mine.py that returns a Problem, write mine:other"),
+        ("in/deep", "the function of in/deep.py that returns a Problem, write in/deep.py:problem"),
+        ("in/deep.py", "of in/deep.py that returns a Problem, write in/deep.py:problem"),
+        ("yours", "use digits, cifar10, imagenet,"),
+        ("yours.py", "or your_module:your_function"),
+    ],
+)
+def test_a_file_without_its_function_is_recognised(
+    name: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for file in ("mine.py", "in/deep.py"):
+        (tmp_path / file).write_text("raise SystemExit('must not be imported')\n")
+    line = refused(f"compare {name}", capsys)
+    assert f"unknown problem {name!r}; " in line
+    assert meant in line

@@ -120,6 +120,16 @@ def test_a_missing_extra_is_reported(
     )
 
 
+def test_a_missing_package_of_a_problem_is_reported_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "cubegrad.study.problems.digits", raising=False)
+    for name in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    line = refused("train digits --lr 1", capsys)
+    assert "sklearn is missing; run pip install '.[study]' in your clone" in line
+
+
 def test_problems_are_listed_with_sizes_data_and_presets(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from cubegrad.study.problem import Problem, StudyError
+from cubegrad.study import faults
+from cubegrad.study.problem import Problem, StudyError, missing
 
 # What a report's title calls them. The data of `imagenet` may be anyone's, for example.
 TITLES = {
@@ -27,18 +28,32 @@ def find(name: str) -> Problem:
         module, function = f"cubegrad.study.problems.{name}", "problem"
         loaded = _import(name, module)
     else:
-        raise StudyError(
-            f"unknown problem {name!r}; use {', '.join(NAMES)}, or your_module:your_function"
-        )
+        raise StudyError(f"unknown problem {name!r}; {_meant(name)}")
     make = getattr(loaded, function, None)
     if not callable(make):
         raise StudyError(f"{module} has no function {function!r}; define it, returning a Problem")
-    problem = make()
+    with faults.reported():
+        problem = make()
     if not isinstance(problem, Problem):
         raise StudyError(f"{name} returned {problem!r}; return a cubegrad.study.Problem")
     if not problem.presets:
         raise StudyError(f'problem {problem.name!r} has no presets; give it {{"cpu": Preset(...)}}')
     return problem
+
+
+def _meant(name: str) -> str:
+    """How to write it: perhaps it is a file or a module here whose function was left out."""
+    module, _, function = name.rpartition(".")
+    if name.endswith(".py") and Path(name).is_file():
+        file, meant = name, f"{name}:problem"
+    elif Path(f"{name}.py").is_file():
+        file = f"{name}.py"
+        meant = f"{name if name == Path(name).name else file}:problem"
+    elif Path(f"{module}.py").is_file():  # a dot instead of the colon
+        file, meant = f"{module}.py", f"{module}:{function}"
+    else:
+        return f"use {', '.join(NAMES)}, or your_module:your_function"
+    return f"for the function of {file} that returns a Problem, write {meant}"
 
 
 def load(name: str) -> tuple[str, str, ModuleType]:
@@ -69,10 +84,14 @@ def load(name: str) -> tuple[str, str, ModuleType]:
 
 
 def _import(name: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise StudyError(
-            f"cannot import {error.name or module} for problem {name!r} ({error}); "
-            "run from its folder, or install it"
-        ) from None
+    with faults.reported():
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            absent = error.name or module
+            if name in NAMES:
+                raise StudyError(missing(absent.partition(".")[0], "study")) from None
+            raise StudyError(
+                f"cannot import {absent} for problem {name!r} ({error}); "
+                "run from its folder, or install it"
+            ) from None

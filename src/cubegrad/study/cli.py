@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             from cubegrad.study import commands
         except ImportError as error:
-            raise StudyError(missing(str(error.name), "study")) from None
+            raise StudyError(missing(error.name or str(error), "study")) from None
         with _stoppable():
             commands.COMMANDS[options.command](options)
     except StudyError as error:

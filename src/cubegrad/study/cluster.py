@@ -177,7 +177,7 @@ def _import() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise StudyError(missing(str(error.name), "ray")) from None
+        raise StudyError(missing(error.name or "ray", "ray")) from None
     # There is no option for it; if another version of Ray renames it, this has no effect.
     ray._private.worker.print_to_stdstream = _report_retry
     return ray

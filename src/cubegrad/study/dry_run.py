@@ -2,7 +2,7 @@
 
 import torch
 
-from cubegrad.study import cost, report, train
+from cubegrad.study import cost, faults, report, train
 from cubegrad.study.methods import Entry, lr_text
 from cubegrad.study.plan import Plan
 from cubegrad.study.problem import StudyError
@@ -64,7 +64,8 @@ def _timed(plan: Plan, entry: Entry, place: train.Place) -> float | None:
     if plan.device == "cuda" and not torch.cuda.is_available():
         return None
     settings = cost.first_grid(plan, entry)[0]
-    try:
-        return train.seconds_per_epoch(plan.problem, settings, place)
-    except StudyError:  # no data
-        return None
+    with faults.reported():
+        try:
+            return train.seconds_per_epoch(plan.problem, settings, place)
+        except StudyError:  # no data
+            return None

@@ -5,6 +5,7 @@ The record has all of its numbers, so a log that cannot be written stops nothing
 
 import contextlib
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,12 +40,19 @@ class Log:
     def end(self, status: str) -> None:
         self._write("stopped here by --search halving, may resume" if status == "cut" else status)
 
-    def _write(self, line: str, mode: str = "a") -> None:
+    def failed(self, error: Exception) -> Path | None:
+        """Write the traceback; returns the file, unless it could not be written."""
+        lines = "".join(traceback.format_exception(error))
+        return self.path if self._write(f"failed\n{lines.rstrip()}") else None
+
+    def _write(self, line: str, mode: str = "a") -> bool:
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
                     file.write(f"{line}\n")
+                return True
+        return False
 
 
 def name(settings: Settings) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import cubegrad
-from cubegrad.study import catalogue, train
+from cubegrad.study import catalogue, faults, train
 from cubegrad.study.files import writing
+from cubegrad.study.logs import Log
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.records import Record
 from cubegrad.study.workers import Job
@@ -69,7 +70,8 @@ def work(order: Order, counter: Any) -> Record | str:
         shared = is_shared(job.checkpoint.parent, order.marker)
         checkpoint = job.checkpoint if shared else None
         place = order.place if shared else replace(order.place, logs=None)
-        return train.run(problem, job.settings, place, checkpoint, tick, job.since, job.until)
+        with faults.reported(Log(place.logs, job.settings) if shared else None):
+            return train.run(problem, job.settings, place, checkpoint, tick, job.since, job.until)
     except StudyError as error:
         return str(error)
     except torch.OutOfMemoryError:
@@ -84,7 +86,8 @@ def check(problem: str, setup: Setup, version: str) -> str | None:
     try:
         check = find(problem, version, setup.device.type).check_data
         if check is not None:
-            check(setup)
+            with faults.reported():
+                check(setup)
     except StudyError as error:
         return str(error)
     return None

@@ -67,7 +67,7 @@ def optional(module: str, extra: str = "problems") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise StudyError(missing(str(error.name), extra)) from None
+        raise StudyError(missing(error.name or module, extra)) from None
 
 
 def missing(package: str, extra: str) -> str:

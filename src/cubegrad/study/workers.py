@@ -1,5 +1,6 @@
 """Runs on this machine: in this process, or in a pool of processes."""
 
+import functools
 import multiprocessing
 import multiprocessing.process
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cubegrad.study import catalogue, train
+from cubegrad.study import catalogue, faults, train
+from cubegrad.study.logs import Log
 from cubegrad.study.problem import Problem, Setup, StudyError
 from cubegrad.study.processes import cores, die_with_parent, no_interrupts
 from cubegrad.study.records import Record, Settings
@@ -30,6 +32,12 @@ class Job(NamedTuple):
         return (self.until or self.settings.epochs) - self.since
 
 
+def run_job(problem: Problem, place: train.Place, job: Job, tick: Callable[[], None]) -> Record:
+    settings, checkpoint, since, until = job
+    with faults.reported(Log(place.logs, settings)):
+        return train.run(problem, settings, place, checkpoint, tick, since, until)
+
+
 @dataclass
 class Machine:
     """Runs jobs of one problem, `workers` at a time, each with the threads of its preset.
@@ -46,16 +54,21 @@ class Machine:
     def check(self, problem: Problem, setup: Setup) -> None:
         """Raises StudyError for missing or malformed data, before any run."""
         if problem.check_data is not None:
-            problem.check_data(setup)
+            with faults.reported():
+                problem.check_data(setup)
 
     def run(self, jobs: Sequence[Job], tick: Callable[[int], None]) -> Iterator[Record]:
         """Yield records as runs finish; `tick` gets the number of epochs since its last call."""
         if self.workers == 1 or (len(jobs) == 1 and self._pool is None):
             problem = catalogue.find(self.problem)
-            for settings, checkpoint, since, until in jobs:
-                yield train.run(
-                    problem, settings, self.place, checkpoint, lambda: tick(1), since, until
-                )
+            for job in jobs:
+                try:
+                    record = run_job(problem, self.place, job, lambda: tick(1))
+                except torch.OutOfMemoryError:
+                    raise StudyError(
+                        "a run needs more memory than the GPU has; use a smaller --batch"
+                    ) from None
+                yield record
         elif jobs:
             yield from self._run_in_pool(jobs, tick)
 
@@ -64,7 +77,7 @@ class Machine:
         reported = self._epochs.value
         try:
             with no_interrupts():  # a submit may start a process
-                waiting = {pool.submit(_run_job, *job) for job in jobs}
+                waiting = {pool.submit(_run_job, job) for job in jobs}
             while waiting:
                 done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 passed = self._epochs.value
@@ -108,7 +121,8 @@ def default_workers(device: torch.device, threads: int) -> int:
     return max(cores() // threads, 1) if device.type == "cpu" else 1
 
 
-_problem: Any = None
+_find = functools.cache(catalogue.find)
+_problem = ""
 _place = train.Place()
 _epochs: Any = None
 
@@ -116,11 +130,12 @@ _epochs: Any = None
 def _start_worker(problem: str, place: train.Place, epochs: Any) -> None:
     global _problem, _place, _epochs
     die_with_parent()
-    _problem, _place, _epochs = catalogue.find(problem), place, epochs
+    _problem, _place, _epochs = problem, place, epochs
 
 
-def _run_job(settings: Settings, checkpoint: Path, since: int, until: int | None) -> Record:
-    return train.run(_problem, settings, _place, checkpoint, _tick, since, until)
+def _run_job(job: Job) -> Record:
+    # Found here: the pool has only a traceback for an error while a worker starts.
+    return run_job(_find(_problem), _place, job, _tick)
 
 
 def _tick() -> None:
