@@ -18,12 +18,16 @@ def test_progress_in_a_log_is_plain_lines_with_the_time_left() -> None:
     stream = StringIO()
     progress = Progress(stream, every=0.0)
     progress.add(2, 20)
+    progress.epochs(0)  # as a pool does while its workers start
+    progress.epochs(0)
     progress.epochs(5)
     time.sleep(0.01)
     progress.epochs(5)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "0/2 runs, 5/20 epochs, 0:00 gone, unknown time left"
-    assert lines[1].startswith("0/2 runs, 10/20 epochs, 0:00 gone, about 0:00 left")
+    start = "0/2 runs, 0/20 epochs, 0:00 gone, starting workers and their first epochs"
+    assert lines[:2] == [start, start]
+    assert lines[2] == "0/2 runs, 5/20 epochs, 0:00 gone, unknown time left"
+    assert lines[3].startswith("0/2 runs, 10/20 epochs, 0:00 gone, about 0:00 left")
     assert "\r" not in stream.getvalue()
 
 

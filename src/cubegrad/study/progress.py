@@ -68,14 +68,16 @@ class Progress:
 
     def line(self) -> str:
         now = time.monotonic()
-        # Measured from the first epochs: before them the workers start, which happens once.
-        begun, done = self.first or (now, self.passed)
-        rate = (self.passed - done) / (now - begun) if self.passed > done and now > begun else 0
         runs, total = self.ends_at
-        left = f"about {duration((total - self.passed) / rate)}" if rate else "unknown time"
+        left = "starting workers and their first epochs"
+        if self.first is not None:  # measured from the first epochs: workers start only once
+            begun, done = self.first
+            rate = (self.passed - done) / (now - begun) if now > begun else 0
+            known = f"about {duration((total - self.passed) / rate)}" if rate else "unknown time"
+            left = f"{known} left"
         return (
             f"{self.runs}/{runs} runs, {self.passed}/{total} epochs, "
-            f"{duration(now - self.start)} gone, {left} left"
+            f"{duration(now - self.start)} gone, {left}"
         )
 
     def finished(self, record: Record, metric: str) -> None:
