@@ -1,6 +1,7 @@
 """What a training run keeps in memory: weights, gradients and state, for several optimizers."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -216,11 +217,11 @@ def _scaled(number: int, dtype: torch.dtype, gpus: int) -> Estimate:
 
 def _checked_number(number: Any) -> int:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if is_number and 1 <= number < math.inf:
+    if is_number and 1 <= number <= sys.float_info.max:  # an int may be larger
         return int(number)
     raise ValueError(
-        f"the number of parameters is {number!r} and must be finite and >= 1; use 7e9, or pass a "
-        "module or a list of shapes"
+        f"the number of parameters is {number!r:.60} and must be finite and >= 1; use 7e9, or pass "
+        "a module or a list of shapes"
     )
 
 

@@ -197,6 +197,7 @@ def test_gpus_divide_the_rows():
         ((0,), "is 0 and must be finite and >= 1; use 7e9"),
         ((float("nan"),), "is nan and must be finite"),
         ((float("inf"),), "is inf and must be finite"),
+        ((10**400,), "is 1000000000.* and must be finite"),
         ((True,), "is True and must be finite"),
         ((None,), "is None and must be finite"),
         (([],), "has 0 parameters and must have some"),
@@ -218,18 +219,49 @@ def test_bad_input_is_refused(arguments, message):
         memory.estimate(*arguments)
 
 
+WRONG = (
+    "seven", "7x", "B", "7BB", "7,000", "0", "0.5", "-7B", "0.0001k", "nanB", "inf", "infB",
+    "1e400", "1e308T", "1e999999999999", "0x7B", "7e", "7B7",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         ("memory", "required: --params"),
-        ("memory --params 7B", "7B must be a number >= 1; use 7e9"),
-        ("memory --params 0", "is 0.0 and must be finite and >= 1; use 7e9"),
+        *((f"memory --params={n}", f"{n} must be a finite number >= 1, with k, M") for n in WRONG),
+        ("memory --params=", "must be a finite number >= 1"),
         ("memory --params 1e9 --dtype int4", "dtype='int4' must be a floating-point type; use"),
         ("memory --params 1e9 --gpus 0", "0 must be a whole number >= 1; use 1"),
     ],
 )
 def test_the_command_refuses_bad_input_in_one_line(words, what, capsys):
     assert what in refused(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7B", 7_000_000_000),
+        ("7b", 7_000_000_000),
+        ("7G", 7_000_000_000),
+        ("2.3B", 2_300_000_000),
+        (".5g", 500_000_000),
+        ("350M", 350_000_000),
+        ("350m", 350_000_000),
+        ("12K", 12_000),
+        ("1.5k", 1_500),
+        ("1.2T", 1_200_000_000_000),
+        ("1.5e9", 1_500_000_000),
+        ("7E9", 7_000_000_000),
+        ("7_000_000_000", 7_000_000_000),
+        ("58144842", 58_144_842),
+        ("1", 1),
+    ],
+)
+def test_numbers_of_parameters_as_people_write_them(text, number, capsys):
+    assert cli.main(["memory", "--params", text]) == 0
+    assert capsys.readouterr().out.startswith(f"{number:,} parameters in float32, on one GPU")
 
 
 def test_the_command_prints_what_the_docs_show(capsys):

@@ -1,7 +1,11 @@
 """Values of the command line: text in, a number out, or an error with limit and remedy."""
 
 import argparse
+import math
+import sys
+from decimal import Decimal
 
+POWERS_OF_TEN = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
 
 
@@ -12,11 +16,21 @@ def count(text: str) -> int:
     return value
 
 
-def number(text: str) -> float:
+def parameters(text: str) -> int:
+    """A number of parameters: 7B, 350M, 1.5e9, 7_000_000_000."""
+    power = POWERS_OF_TEN.get(text[-1:].lower(), 0)
+    digits = text[:-1] if power else text
     try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} must be a number >= 1; use 7e9") from None
+        # Decimal, as 2.3 * 1e9 is less than 2,300,000,000.
+        value = Decimal(digits).scaleb(power) if math.isfinite(float(digits)) else Decimal()
+    except (ValueError, ArithmeticError):
+        value = Decimal()
+    if not 1 <= value <= sys.float_info.max:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a finite number >= 1, with k, M, B (or G) or T for its thousands, "
+            "millions and so on; use 7B, 350M or 1.5e9"
+        )
+    return int(value)
 
 
 def seconds(text: str) -> float:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import cubegrad
 from cubegrad import memory
 from cubegrad.study import config
-from cubegrad.study.arguments import count, natural, number, part, seconds, seed
+from cubegrad.study.arguments import count, natural, parameters, part, seconds, seed
 from cubegrad.study.problem import StudyError, missing
 
 
@@ -59,10 +59,10 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--params",
-        type=number,
+        type=parameters,
         required=True,
         metavar="N",
-        help="number of parameters, as 7e9",
+        help="number of parameters: 7B, 350M, 1.5e9",
     )
     add("--dtype", default="float32", help="of the weights: bf16, fp16, float32 (%(default)s)")
     add(
