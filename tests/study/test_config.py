@@ -46,6 +46,20 @@ def test_options_of_the_command_override_the_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_every_option_of_the_command_overrides_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that is cut short; the file's value of it is not one given twice."""
+    text = 'problem = "digits"\nmethods = "adam"\nlr = 5\nepochs = 3\nsave-every = 1\nwiden = 2\n'
+    (tmp_path / "mine.toml").write_text(text)
+    words = "--methods sgd --lr=2 --epo 1 --save-every 3 --download --dry-run"
+    assert command(f"sweep toy_problem:problem --config mine.toml {words}") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("toy, preset cpu: 1 epochs")
+    assert re.search(r"^sgd +flat +2 ", out, re.MULTILINE)
+    assert "--widen 2 values" in out
+
+
 @pytest.mark.parametrize(
     ("text", "what", "remedy"),
     [

@@ -4,9 +4,39 @@ import argparse
 import math
 import sys
 from decimal import Decimal
+from typing import Any
 
 POWERS_OF_TEN = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
 LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
+
+
+class Once(argparse.Action):
+    """An option with one value. Given twice, argparse would silently keep the last.
+
+    `namespace.given` has the options that were given, by name.
+    """
+
+    remedy = "give it once, as it takes one value"
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        __: str | None = None,
+    ) -> None:
+        if self.option_strings:
+            given = vars(namespace).setdefault("given", {})
+            if self.dest in given:
+                first, option = given[self.dest], self.option_strings[0]
+                remedy = self.remedy.format(option=option, first=first, second=value)
+                raise argparse.ArgumentError(self, f"given twice, {first} and {value}; {remedy}")
+            given[self.dest] = value
+        setattr(namespace, self.dest, value)
+
+
+class OnceWithList(Once):
+    remedy = "give it once, with several values as {option} {first},{second}"
 
 
 def count(text: str) -> int:

@@ -7,16 +7,30 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cubegrad
 from cubegrad import memory
 from cubegrad.study import config
-from cubegrad.study.arguments import count, natural, parameters, part, seconds, seed
+from cubegrad.study.arguments import (
+    Once,
+    OnceWithList,
+    count,
+    natural,
+    parameters,
+    part,
+    seconds,
+    seed,
+)
 from cubegrad.study.problem import StudyError, missing
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("action", None, Once)
+        self.register("action", "list", OnceWithList)
+
     def error(self, message: str) -> NoReturn:
         """Print one line, without argparse's usage."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -127,7 +141,7 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list the runs with their epochs and estimated time, and train nothing",
     )
-    add("--methods", metavar="A,B", help="such as madgrad,sgd@flat (the preset's)")
+    add("--methods", action="list", metavar="A,B", help="such as madgrad,sgd@flat (the preset's)")
     add("--figure", help="the methods of a figure of the paper: dual-averaging or sqrt-decay")
     _search(parser)
     add(
@@ -149,11 +163,12 @@ def _search(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--lr",
+        action="list",
         metavar="LRS",
         help="1e-4..1e-1 or 0.1,0.2 (each method's own range); factors if madgrad-auto is the only "
         "method",
     )
-    add("--decay", metavar="DECAYS", help="0,1e-5..1e-3 (the preset's)")
+    add("--decay", action="list", metavar="DECAYS", help="0,1e-5..1e-3 (the preset's)")
     add("--grid", metavar="GRID", help="1,2.5,5 (times powers of ten) or powers-of-2")
     add(
         "--search",
@@ -240,7 +255,6 @@ def _print_memory(options: argparse.Namespace) -> None:
 def _parse(words: list[str]) -> argparse.Namespace:
     options = parser().parse_args(words)
     if getattr(options, "config", None) is not None:
-        # The command's own words come last, and the last of two values counts.
         words = [words[0], *config.words(options.config, options), *words[1:]]
         options = parser().parse_args(words)
     if getattr(options, "problem", "") is None:

@@ -13,11 +13,11 @@ from typing import Any
 from cubegrad.study.files import replacing, writing
 from cubegrad.study.problem import StudyError
 
-NOT_OPTIONS = ("command", "config", "dry_run", "problem")
+NOT_OPTIONS = ("command", "config", "dry_run", "given", "problem")
 
 
 def words(path: Path, options: Namespace) -> list[str]:
-    """The options in the file as words, its problem first unless the command names one."""
+    """What the file has and the command has not, as words: the problem first, then options."""
     values = _read(path)
     command = values.pop("command", options.command)
     if command != options.command:
@@ -32,7 +32,7 @@ def words(path: Path, options: Namespace) -> list[str]:
             raise StudyError(f"{path} has an unknown key {key!r}; use {', '.join(known)}")
         if isinstance(value, bool):
             result += [f"--{key}"] if value else []
-        else:
+        elif key.replace("-", "_") not in getattr(options, "given", {}):
             result.append(f"--{key}={_word(path, key, value)}")
     return result
 
