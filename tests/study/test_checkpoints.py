@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -250,6 +251,15 @@ def test_a_checksum_does_not_make_a_checkpoint(content: str, checkpoint: Path) -
     checkpoint.write_bytes(data + checkpoints.FOOTER % digest)
     with pytest.raises(StudyError, match=r"one\.pt (is not a checkpoint|has an).*; delete it"):
         run(toy_problem.problem(), SETTINGS, PLACE, checkpoint)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), OSError("I/O"), MemoryError()])
+def test_an_error_that_is_not_the_files_does_not_ask_to_delete_it(
+    error: Exception, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        checkpoints.load(checkpoint)
 
 
 @pytest.mark.parametrize("room", [0, 700, 4000])

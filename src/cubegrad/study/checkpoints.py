@@ -52,7 +52,8 @@ def load(path: Path) -> dict[str, Any] | None:
                 f"{path} has {match[1] if match else 'an object'} in it; delete it, and let "
                 "Task.keeps hold tensors, numbers, text, lists and dicts only"
             ) from None
-        if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
+        # If it is a whole file of torch's, the fault lies elsewhere: with memory or the GPU.
+        if isinstance(error, (OSError, MemoryError)) or (has_checksum and zipfile.is_zipfile(path)):
             raise
         state = None  # torch.load raises almost anything for another program's file
     if not isinstance(state, dict) or not state.keys() >= FIELDS:
