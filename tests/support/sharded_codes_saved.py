@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import cases
@@ -168,6 +169,9 @@ def fsdp1_saves_the_sums_that_codes_stand_for():
     model, optimizer = built(0)
     train(model, optimizer, range(3))
     assert all("root_code" in state for state in optimizer.state.values())
+    warnings.filterwarnings(
+        "ignore", "`_get_pg_default_device`|Please use DTensor|.*FSDP"
+    )  # torch's
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     assert saved["state"]["0.weight"]["grad_sq_sum"].shape == (384, 384)
     again, resumed = built(1)
