@@ -2,12 +2,14 @@
 
 import sys
 import warnings
+from collections.abc import Iterable
 
 # torch's default for AdamW. In docs/results and in the paper no best coupled decay of MADGRAD is
 # above 1e-3. On photographs 2.5e-3 cost 6 points; in fine-tuning 0.01 ended at 8.9 bits instead of
 # 3.1. MirrorMADGRAD is not warned: its best decay is 2.5e-3, and 5e-3 was nearly as good.
 LARGE_DECAY = 0.01
 LIBRARIES = ("cubegrad", "jax", "optax", "torch")
+WORTH_CODING = 2**20  # numbers, 8 MB of state; a small model needs no codes
 _has_warned_of_decay = False  # in this process
 
 
@@ -24,6 +26,27 @@ def warn_of_coupled_decay(decay: float) -> None:
         f"weight_decay={decay / 4:g}. See docs/learning_rate.md"
     )
     _has_warned_of_decay = True
+
+
+def warn_of_uncoded(tensors: Iterable[tuple[str, int, str | None]]) -> None:
+    """If compact=True leaves most numbers uncoded: of each tensor its name, its size and why."""
+    coded = uncoded = 0
+    largest: dict[str, tuple[int, str]] = {}  # tensor for each reason
+    for name, size, reason in tensors:
+        if reason is None:
+            coded += size
+        else:
+            uncoded += size
+            largest[reason] = max(largest.get(reason, (0, "")), (size, name))
+    if uncoded < WORTH_CODING or uncoded <= coded:
+        return
+    reasons = sorted(largest.items(), key=lambda item: item[1], reverse=True)
+    which = "; ".join(f"{why}, such as {name} of {size:,}" for why, (size, name) in reasons)
+    warn(
+        f"compact=True saves little here: {uncoded:,} of {coded + uncoded:,} numbers keep the "
+        f"state that they have without it, because of {which}. Give it float32 or half-precision "
+        "tensors with long rows, or leave it out. See docs/memory.md"
+    )
 
 
 def warn(message: str) -> None:

@@ -248,3 +248,11 @@ def test_no_code_becomes_wider_with_float64_enabled(variant):
         updates, new = jax.jit(tx.update)(grads, state, params)
         assert updates["w"].dtype == jnp.float32
         assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state)
+
+
+def test_a_tree_that_stays_uncoded_is_warned_of():
+    tree = {"narrow": jnp.ones((2**16, 32)), "long": jnp.ones((64, 256))}
+    with pytest.warns(UserWarning, match=r"rows of less than 64, such as params\['narrow'\]"):
+        madgrad(compact=True).init(tree)
+    assert madgrad().init(tree).count == 0  # warnings are errors here
+    assert madgrad(compact=True).init({**tree, "large": jnp.ones((2**11, 2**10))}).count == 0

@@ -102,3 +102,38 @@ def test_the_estimate_knows_which_shards_have_whole_blocks(gpus, is_coded):
     rows = memory.estimate([(2**17,)], gpus=gpus).rows
     kept = next(row.state for row in rows if row.optimizer == "MADGRAD compact")
     assert (kept < 4.1 * 2**17 / gpus) == is_coded
+
+
+def test_a_model_that_stays_uncoded_is_warned_of_once():
+    flat = nn.Parameter(torch.ones(2**20, dtype=torch.float64))
+    narrow = nn.Parameter(torch.ones(2**12, 16))
+    optimizer = MADGRAD([("flat", flat), ("narrow", narrow)], compact=True)
+    optimizer.step()  # without gradients nothing is said: a lazy module may have no shapes yet
+    flat.grad, narrow.grad = torch.ones_like(flat), torch.ones_like(narrow)
+    message = r"1,114,112 of 1,114,112 .*float64, such as flat .*less than 64, such as narrow"
+    with pytest.warns(UserWarning, match=message) as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    optimizer.step()
+
+
+def test_a_model_that_is_mostly_coded_is_not_warned_of():
+    """Nor are one that is small and one that does not ask for codes: warnings are errors here."""
+    large = nn.Parameter(torch.ones(2**11, 2**10))
+    odd = nn.Parameter(torch.ones(2**20, dtype=torch.float64))
+    small = nn.Parameter(torch.ones(2**12, 16))
+    for params, compact_wanted in (([large, odd], True), ([small], True), ([odd], False)):
+        optimizer = MADGRAD(params, compact=compact_wanted)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_released_gradients_are_warned_of_as_well():
+    param = nn.Parameter(torch.ones(2**17, 16))
+    optimizer = MADGRAD([param], compact=True)
+    optimizer.release_gradients()
+    param.sum().backward()
+    with pytest.warns(UserWarning, match="compact=True saves little here"):
+        optimizer.step()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from cubegrad import codec
+from cubegrad import cautions, codec
 from cubegrad.codec import BLOCK, Codes, row_length
 from cubegrad.optax import xla
 from cubegrad.options import Hyper
@@ -32,7 +32,19 @@ def is_coded(param: Array) -> bool:
 
     How it is sharded does not count: inside `jit` that is not known.
     """
-    return codec.why_not_coded(param.dtype.name, _real_shape(param)) is None
+    return _why_not_coded(param) is None
+
+
+def _why_not_coded(param: Array) -> str | None:
+    return codec.why_not_coded(param.dtype.name, _real_shape(param))
+
+
+def warn_of_uncoded(params: Any) -> None:
+    tensors = jax.tree_util.tree_leaves_with_path(params)
+    cautions.warn_of_uncoded(
+        (f"params{jax.tree_util.keystr(path)}", jnp.size(param), _why_not_coded(jnp.asarray(param)))
+        for path, param in tensors
+    )
 
 
 def _real_shape(param: Array) -> Shape:

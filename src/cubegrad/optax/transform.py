@@ -54,6 +54,8 @@ def transformation(
 
     def init(params: Tree) -> Any:
         jax.tree_util.tree_map_with_path(check_param, params)
+        if settings.compact:
+            compact.warn_of_uncoded(params)
         leaves, treedef = jax.tree.flatten(params)
         buffers = [initial_buffers(settings, names, param) for param in leaves]
         fields = _trees(treedef, names, buffers)

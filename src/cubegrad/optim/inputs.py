@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from cubegrad import options, sharding
+from cubegrad import cautions, options, sharding
 from cubegrad.state import compact, layout
 
 DTYPES = frozenset(
@@ -31,6 +31,16 @@ def check_param(name: str, param: Tensor) -> None:
             "hold their own values: use param.resolve_conj().resolve_neg()"
         )
     sharding.check(name, param)
+
+
+def warn_of_uncoded(groups: list[dict[str, Any]]) -> None:
+    cautions.warn_of_uncoded(
+        (options.name_of(group, index), param.numel(), compact.why_not_coded(param))
+        for group in groups
+        if group["compact"]
+        for index, param in enumerate(group["params"])
+        if param.requires_grad
+    )
 
 
 def check_grads(method: str, group: dict[str, Any], state: dict[Tensor, Any]) -> None:

@@ -201,8 +201,7 @@ class GradientRelease:
     ) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         if not optimizer._has_had_gradients:
-            sharding.check_not_replaced(groups)
-            optimizer._has_had_gradients = True
+            step.look_once(optimizer)
         repeated = optimizer._repeats.ready(views, state)
         indices = [index for index in range(len(views)) if index not in repeated]
         chosen = {index: step.check_group(optimizer, views[index]) for index in indices}

@@ -16,7 +16,7 @@ from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
-from cubegrad.state import compact, conversion, layout
+from cubegrad.state import conversion, layout
 from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
 
@@ -32,7 +32,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _refuse_blind_capture(groups)
     if not optimizer._has_had_gradients:
-        optimizer._has_had_gradients = sharding.check_not_replaced(groups)
+        look_once(optimizer)
     repeated = optimizer._repeats.ready(groups, state)
     # Everything that can be refused is refused before anything changes.
     indices = [index for index in range(len(groups)) if index not in repeated]
@@ -50,6 +50,14 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
     run_groups(optimizer, groups, hypers, repeated, chosen)
     if is_auto:
         auto.end_step(optimizer, hypers, repeated)
+
+
+def look_once(optimizer: "BaseOptimizer") -> None:
+    """What is refused or warned of when there are gradients for the first time."""
+    groups = optimizer.param_groups
+    optimizer._has_had_gradients = sharding.check_not_replaced(groups)
+    if optimizer._has_had_gradients:
+        inputs.warn_of_uncoded(groups)
 
 
 def run_groups(
@@ -195,9 +203,7 @@ def gather(
                 optimizer._starts.add(param, state[needed.start])
         else:
             used = layout.held(method, state) or needed
-            if used.is_coded and used.start is not None and state[used.start].dtype == torch.uint8:
-                # A wrapper such as torch's ZeroRedundancyOptimizer has put a saved state there.
-                state[used.start] = compact.from_bytes(state[used.start], param)
+            used.take_bytes(param, state)
             if not in_graph:
                 optimizer._starts.read_again(param, used, state, weight)
             if count_on_device and state["step"].device != param.device:

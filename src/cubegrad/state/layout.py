@@ -64,6 +64,9 @@ class Layout(NamedTuple):
         copied = param.to(state_dtype(param), copy=True, memory_format=torch.preserve_format)
         return {self.start: copied}
 
+    def take_bytes(self, param: Tensor, entries: dict[str, Any]) -> None:
+        """Make codes of what a wrapper, such as ZeroRedundancyOptimizer, took from a state dict."""
+
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """The coordinates at which no step has had a weight, as far as the state shows."""
         if not self.keeps_initial_param:  # ν of the mirror form grows at any lr; there z moves
@@ -128,6 +131,10 @@ class CodedLayout(Layout):
             name: self._placed(name, tensor, param)
             for name, tensor in zip(names, encoded, strict=True)
         }
+
+    def take_bytes(self, param: Tensor, entries: dict[str, Any]) -> None:
+        if self.start is not None and entries[self.start].dtype == torch.uint8:
+            entries[self.start] = compact.from_bytes(entries[self.start], param)
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """For all coordinates together, since their scales cannot be changed one by one."""
