@@ -9,7 +9,8 @@ from edits import FORMS, Noisy, build, dual_point
 from short_runs import advance, parameters
 from torch import nn
 
-from cubegrad.state import layout
+from cubegrad.distance import FIELDS
+from cubegrad.state import conversion, layout
 
 each_form = pytest.mark.parametrize("form", FORMS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -149,6 +150,67 @@ def test_without_momentum_edited_weights_stay_where_they_are_put(backend, form):
     param.grad = torch.ones_like(param)  # not masked: they move as any weight does
     optimizer.step()
     assert (dual_point(optimizer, param)[~mask] < 0).all()
+
+
+@each_form
+def test_weights_that_pruning_finds_at_0_stay_there(form):
+    """Clipped to 0 by an edit that kept their momentum, so the pruning does not change them."""
+    problem = Noisy()
+    param = problem.parameter()
+    optimizer = build(form, [param])
+    problem.step(optimizer, param, 20)
+    with optimizer.edit_weights():
+        param.clamp_(min=0)
+    pruned, kept = param == 0, param.detach().clone()
+    assert 0.1 < pruned.float().mean() < 0.9
+    with optimizer.edit_weights(keep_momentum=False):
+        param[pruned] = 0
+    assert torch.equal(param, kept)
+    for _ in range(20):
+        param.grad = torch.ones_like(param) * ~pruned
+        optimizer.step()
+    assert (param[pruned] == 0).all()
+    assert (param[~pruned] != kept[~pruned]).all()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@each_form
+def test_a_tensor_that_is_not_edited_is_not_written(form, keeps):
+    """So that it costs a comparison only."""
+    params = parameters([edits.SHAPE, (5, 7), ()])
+    optimizer = build(form, params, lr=0.1)
+    advance(optimizer, params, range(5))
+    states = [list(optimizer.state[param].values()) for param in params]
+    versions = [[tensor._version for tensor in state] for state in states]
+    with optimizer.edit_weights(keep_momentum=keeps):
+        params[1].mul_(0.5)
+    new = [[tensor._version for tensor in state] for state in states]
+    assert [new[0], new[2]] == [versions[0], versions[2]]
+    assert new[1] != versions[1]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_estimate_counts_tensors_that_are_not_edited(compact):
+    """The agreement of the gradients shrinks as ⟨s, x_0 - z⟩ of all tensors does."""
+    params = parameters([edits.SHAPE, (50, 70)])
+    optimizer = build("sums", params, lr="auto", compact=compact)
+    advance(optimizer, params, range(10))
+    (group,) = optimizer.param_groups
+
+    def agreement(param):
+        ((s, v),) = conversion.sums(param, optimizer.state[param], group["eps"])
+        return (s.double() ** 2 / (v.double() ** (1 / 3) + group["eps"])).sum()
+
+    before, (edited, other) = group["estimate"].clone(), map(agreement, params)
+    with optimizer.edit_weights():
+        pass
+    assert torch.equal(group["estimate"], before)
+    with optimizer.edit_weights(keep_momentum=False):
+        params[0].mul_(0.5)  # now its s is 0
+    index = FIELDS.index("agreement")
+    expected = before[index] * other / (edited + other)
+    torch.testing.assert_close(group["estimate"][index], expected, rtol=1e-5, atol=0)
+    assert 0.1 < other / edited < 10
 
 
 @pytest.mark.parametrize("form", ["sums", *IN_CODES])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import options, sharding
+from cubegrad.backends.batch import capturing
 from cubegrad.distance import FIELDS
 from cubegrad.optim import auto, first_estimate
 from cubegrad.optim.release_checks import refuse_in_open_step
@@ -44,8 +45,9 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
     finally:
         optimizer._is_editing = False
         _check_shapes(optimizer.param_groups, old)
+        moved = set(old) if capturing() else edit.moved_params(old, keep_momentum)
         for group in optimizer.param_groups:
-            _follow(optimizer, group, old, keep_momentum)
+            _follow(optimizer, group, old, moved, keep_momentum)
 
 
 def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | None:
@@ -55,22 +57,39 @@ def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | Non
 
 
 def _follow(
-    optimizer: "BaseOptimizer", group: Group, old: dict[Tensor, Tensor], momentum: bool
+    optimizer: "BaseOptimizer",
+    group: Group,
+    old: dict[Tensor, Tensor],
+    moved: set[Tensor],
+    keeps_momentum: bool,
 ) -> None:
-    """Let the state of a group follow its weights."""
+    """Let the state of a group follow its weights, and then the estimate of lr="auto"."""
+    is_estimated = group["auto_lr"] and _may_change_estimate(optimizer, group, moved)
     totals: dict[sharding.ShardedOver, Tensor] = {}  # of ⟨s, x_0 - z⟩, before and after
     for param in group["params"]:
-        over = sharding.sharded_over(param)
-        if over not in totals:
-            device = sharding.local(param).device
-            totals[over] = torch.zeros(2, dtype=torch.float64, device=device)
-        held = _concerned(optimizer, param)
-        if held is not None and param in old:
-            entries, eps = optimizer.state[param], group["last_eps"]
-            own = edit.follow(param, old.pop(param), held, entries, eps, momentum)
-            totals[over] += own.to(totals[over].device)
-    if group["auto_lr"]:
+        zeros = torch.zeros(2, dtype=torch.float64, device=param.device)
+        total = totals.setdefault(sharding.sharded_over(param), zeros)
+        held, before = _concerned(optimizer, param), old.pop(param, None)
+        if held is None or before is None:
+            continue
+        entries, eps, now = optimizer.state[param], group["last_eps"], edit.value(param)
+        held.take_bytes(param, entries)
+        if is_estimated:
+            agreements = [edit.agreement(before.to(now.device), entries, eps)] * 2
+        if param in moved:
+            edit.follow(param, before, held, entries, eps, keeps_momentum)
+            if is_estimated:
+                agreements[1] = edit.agreement(now, entries, eps)
+        if is_estimated:
+            total += torch.stack(agreements).to(total)
+    if is_estimated:
         _shorten_agreement(optimizer, group["estimate"], totals)
+
+
+def _may_change_estimate(optimizer: "BaseOptimizer", group: Group, moved: set[Tensor]) -> bool:
+    """Alike on all processes that would sum the change: one of them may have edited a weight."""
+    is_shared = optimizer._shared is not None or any(map(sharding.is_sharded, group["params"]))
+    return is_shared or not moved.isdisjoint(group["params"])
 
 
 @torch.no_grad()

@@ -14,8 +14,10 @@ from cubegrad import codec, sharding
 from cubegrad.codec import BLOCK, Codes, row_length
 from cubegrad.functions import TorchFunctions
 
-# Numbers that are encoded at once where no kernel does it: it bounds the temporaries.
+# Numbers that are computed at once where no kernel does it: it bounds the temporaries. On a CPU
+# these take twice as long if they are larger than its caches.
 PIECE = 2**20
+CPU_PIECE = 2**17
 
 
 def is_coded(param: Tensor) -> bool:
@@ -108,12 +110,11 @@ def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     Of one dimension, views of the same blocks: some tensors have a number for each block.
     """
     shape = tensors[0].shape
+    most = min(PIECE, CPU_PIECE) if tensors[0].device.type == "cpu" else PIECE
     if len(shape) == 1:
-        lengths = [
-            PIECE if len(tensor) == len(tensors[0]) else PIECE // BLOCK for tensor in tensors
-        ]
+        lengths = [most if len(tensor) == len(tensors[0]) else most // BLOCK for tensor in tensors]
     else:
-        lengths = [max(1, PIECE // max(1, row_length(shape)))] * len(tensors)
+        lengths = [max(1, most // max(1, row_length(shape)))] * len(tensors)
     pieces = map(torch.split, tensors, lengths)
     yield from zip(*pieces, strict=True)
 

@@ -8,52 +8,58 @@ step count stay.
 In the mirror form z is kept, and moves. Codes have z - x, so there only x_0 may have to move.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cubegrad import codec, rule, sharding
 from cubegrad.functions import CodedFunctions, TorchFunctions
-from cubegrad.state import compact, layout
+from cubegrad.state import compact, conversion, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
 
-class Edit(NamedTuple):
+class Edit:
     """An edit of some coordinates: x before and after it, and what is to become of momentum."""
 
-    old: Tensor
-    new: Tensor
-    keeps_momentum: bool
+    def __init__(self, old: Tensor, new: Tensor, keeps_momentum: bool) -> None:
+        self.old, self.new, self.keeps_momentum = old, new, keeps_momentum
 
-    @property
+    @cached_property
     def moved(self) -> Tensor:
-        return self.new != self.old
+        return is_moved(self.old, self.new, self.keeps_momentum)
 
-    @property
+    @cached_property
     def shift(self) -> Tensor:
         return self.new - self.old
 
-    @property
+    @cached_property
     def is_finite(self) -> Tensor:
         """Where a weight becomes NaN or inf, or was, x_0 cannot move by as much: it starts anew."""
-        return torch.isfinite(self.shift)
+        return self.shift - self.shift == 0
 
     def back(self, away: Tensor) -> Tensor:
         """The part of the edit, from 0 to d = `away`, by which it shortens d."""
-        if not self.keeps_momentum:
-            return torch.where(self.moved, away, 0.0)
-        shortest = torch.maximum(self.shift, away.clamp(max=0))
-        return torch.where(self.is_finite, torch.minimum(shortest, away.clamp(min=0)), away)
+        part = torch.clamp(self.shift, away.clamp(max=0), away.clamp(min=0))
+        return torch.where(self.is_finite, part, away)
 
-    def start(self, start: Tensor, back: Tensor) -> Tensor:
+    def start(self, start: Tensor, back: Tensor | float) -> Tensor:
         """x_0, or z in the mirror form, after the edit; exact where no step has moved x yet."""
-        moved = self.new
-        if self.keeps_momentum:
-            anew = (start == self.old) & (back == 0) | ~self.is_finite
-            moved = torch.where(anew, self.new, start + (self.shift - back))
-        return torch.where(self.moved, moved, start)
+        if not self.keeps_momentum:
+            return torch.where(self.moved, self.new, start)
+        anew = (start == self.old) & (back == 0) | ~self.is_finite
+        shifted = torch.where(anew, self.new, start + (self.shift - back))
+        return torch.where(self.moved, shifted, start)
+
+
+def is_moved(old: Tensor, new: Tensor, keeps_momentum: bool) -> Tensor:
+    """Which weights were edited.
+
+    Without momentum those at 0 count as well: pruning may have found them there.
+    """
+    return new != old if keeps_momentum else (new != old) | (new == 0)
 
 
 def value(param: Tensor) -> Tensor:
@@ -66,41 +72,72 @@ def is_concerned(held: Layout) -> bool:
     return held.method == "madgrad" or "z" in held.buffers or "offset_code" in held.buffers
 
 
+def moved_params(old: Mapping[Tensor, Tensor], keeps_momentum: bool) -> set[Tensor]:
+    """The parameters of which anything was edited; waits once for each device."""
+    flags: dict[torch.device, dict[Tensor, Tensor]] = {}
+    for param, before in old.items():
+        pair = [layout.as_real(x) for x in (before.to(value(param).device), value(param))]
+        any_moved = pair[0].new_zeros((), dtype=torch.bool)
+        for before_piece, after_piece in _pieces(*pair):
+            any_moved |= is_moved(before_piece, after_piece, keeps_momentum).any()
+        flags.setdefault(any_moved.device, {})[param] = any_moved
+    return {
+        param
+        for own in flags.values()
+        for param, flag in zip(own, torch.stack([*own.values()]).tolist(), strict=True)
+        if flag
+    }
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return compact.row_pieces(*(x if x.dim() else x[None] for x in tensors))
+
+
+@torch.no_grad()
+def agreement(x: Tensor, entries: dict[str, Any], eps: float) -> Tensor:
+    """⟨s, x_0 - z⟩ of a parameter of MADGRAD whose value is x."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for whole in conversion.sums(x, entries, eps):
+        for grad_sum, grad_sq_sum in _pieces(*whole):
+            away = rule.displacement(TorchFunctions, eps, grad_sum, grad_sq_sum)
+            total += TorchFunctions.total((grad_sum * away).nan_to_num(0.0, 0.0, 0.0)).to(total)
+    return total
+
+
 @torch.no_grad()
 def follow(
     param: Tensor, old: Tensor, held: Layout, entries: dict[str, Any], eps: float, momentum: bool
-) -> Tensor:
+) -> None:
     """Let the state follow a parameter whose value was `old`; `momentum` says whether to keep it.
 
-    In place, since a captured CUDA graph may hold the tensors. Returns ⟨s, x_0 - z⟩ before and
-    after the edit, for lr="auto".
+    In place, since a captured CUDA graph may hold the tensors.
     """
     values = [layout.as_real(x) for x in (old, value(param))]
     if isinstance(held, CodedLayout):
-        return _follow_in_codes(param, values, held, entries, eps, momentum)
+        _follow_in_codes(param, values, held, entries, momentum)
+        return
     buffers = [layout.as_real(sharding.local(entries[name])) for name in held.buffers]
-    totals = torch.zeros(2, dtype=torch.float64, device=buffers[0].device)
-    whole = [x if x.dim() else x[None] for x in (*values, *buffers)]
-    for before, after, *own in compact.row_pieces(*whole):
+    for before, after, *own in _pieces(*values, *buffers):
         edit = Edit(before.to(own[0]), after.to(own[0]), momentum)
         state = dict(zip(held.buffers, own, strict=True))
         if held.method == "madgrad":
-            totals += _follow_in_sums(edit, state, eps)
+            _follow_in_sums(edit, state, eps)
         else:
-            state["z"].copy_(edit.start(state["z"], torch.zeros_like(state["z"])))
-    return totals
+            state["z"].copy_(edit.start(state["z"], back=0.0))
 
 
-def _follow_in_sums(edit: Edit, state: Mapping[str, Tensor], eps: float) -> Tensor:
+def _follow_in_sums(edit: Edit, state: Mapping[str, Tensor], eps: float) -> None:
     grad_sum, start = state["grad_sum"], state.get("initial_param")
-    away = rule.displacement(TorchFunctions, eps, grad_sum, state["grad_sq_sum"])  # d
-    back = edit.back(away)
-    before = _finite_total(grad_sum * away)
-    shorter = torch.where(back == away, 0.0, 1 - TorchFunctions.quotient(back, away))
-    grad_sum.copy_(torch.where(back == 0, grad_sum, grad_sum * shorter))
+    back: Tensor | float = 0.0
+    if edit.keeps_momentum:
+        away = rule.displacement(TorchFunctions, eps, grad_sum, state["grad_sq_sum"])  # d
+        back = edit.back(away)
+        # A product, as torch.where takes 30 times as long on a CPU if its condition is random.
+        grad_sum.mul_(1 - (back / away).nan_to_num(0.0))
+    else:
+        grad_sum.masked_fill_(edit.moved, 0.0)
     if start is not None:  # else it is found from x
         start.copy_(edit.start(start, back))
-    return torch.stack([before, _finite_total(grad_sum * (away - back))])
 
 
 def _follow_in_codes(
@@ -108,16 +145,11 @@ def _follow_in_codes(
     values: list[Tensor],
     held: CodedLayout,
     entries: dict[str, Any],
-    eps: float,
     momentum: bool,
-) -> Tensor:
-    if held.start is not None and entries[held.start].dtype == torch.uint8:
-        # A wrapper has put a saved state there.
-        entries[held.start] = compact.from_bytes(entries[held.start], param)
+) -> None:
     buffers = [sharding.local(entries[name]) for name in held.buffers]
     device = buffers[0].device
     step, first = entries["step"].to(device, torch.int32), sharding.first_index(param)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
     for old, new, *own in compact.row_pieces(*(x.to(device) for x in values), *buffers):
         before, after = (compact.blocks(x.to(torch.float32)) for x in (old, new))
         edit = Edit(before, after, momentum)
@@ -125,22 +157,20 @@ def _follow_in_codes(
         codes = compact.codes_in_blocks(stored)
         if codes.initial is not None:
             bits = codec.random_bits(step, compact.blocks(compact.indices(new, first)))
-            totals += _move_initial(edit, codes, stored, bits, eps)
+            _move_initial(edit, codes, stored, bits)
         if stored.offset is not None and not momentum:
             both: Any = codes.offset  # its lowest bit belongs to the root
             stored.offset.copy_(compact.joined(torch.where(edit.moved, both & 1, both), new.shape))
         first += new.numel()
-    return totals
 
 
-def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor, eps: float) -> Tensor:
+def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor) -> None:
     """x_0 is rounded at random, as in a step, or edits smaller than a code would be lost."""
     was = codec.decode(CodedFunctions, codes)
     offset = 0.0 if was.offset is None else was.offset
     assert was.initial is not None
     away = torch.where(was.root == 0, 0.0, was.initial - edit.old - offset)  # d
-    back = edit.back(away)
-    start = edit.start(was.initial, back)
+    start = edit.start(was.initial, edit.back(away) if edit.keeps_momentum else 0.0)
     start = torch.where(torch.isfinite(start), start, 0.0)
     same = start == was.initial
     old_code, old_scale, dtype = codes.initial, codes.initial_scale, stored.initial.dtype
@@ -149,12 +179,6 @@ def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor, eps: float)
     code = torch.where(same & (scale == old_scale), old_code, code.to(dtype))
     stored.initial.copy_(compact.joined(code, stored.initial.shape))
     stored.initial_scale.copy_(scale.reshape(stored.initial_scale.shape))
-    sizes = (((was.root + eps) * d * d) for d in (away, away - back))
-    return torch.stack([_finite_total(size) for size in sizes])
-
-
-def _finite_total(terms: Tensor) -> Tensor:
-    return TorchFunctions.total(TorchFunctions.where_finite(terms, terms))
 
 
 def _scale(start: Tensor, old: Any, same: Tensor, dtype: torch.dtype) -> Tensor:
