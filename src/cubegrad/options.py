@@ -39,6 +39,8 @@ FLAGS = (
     *("decoupled_weight_decay", "decoupled_lr", "maximize", "foreach", "fused", "capturable"),
     *("differentiable", "compact", "stochastic_rounding"),
 )
+# What a group holds beside its options; "estimated_lr" is for loggers.
+KEPT = frozenset({"params", "estimate", "estimated_lr", "last_eps", "reference_lr"})
 TAKEN = ("lr", "momentum", "weight_decay", "eps", *FLAGS)
 
 

@@ -12,7 +12,7 @@ from short_runs import ones, parameters, through_a_file, through_pickle
 from torch.optim import lr_scheduler
 
 import cubegrad
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, options
 
 
 @cases.each_fast_backend
@@ -114,3 +114,18 @@ def test_without_an_estimate_the_error_says_what_it_got():
         fixed.share_estimate()
     with pytest.raises(RuntimeError, match="init_process_group"):
         Classifier().optimizer.share_estimate()
+
+
+def test_what_is_printed_shows_the_estimate_and_not_its_numbers():
+    param = parameters([(6, 5)])[0]
+    optimizer = MADGRAD([param], lr="auto")
+    assert "estimated_lr: nan" in repr(optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    shown = repr(optimizer)
+    assert f"    estimated_lr: {optimizer.estimated_lr()}\n" in shown
+    assert "tensor" not in shown
+    keys = [line.split(":")[0].strip() for line in shown.splitlines() if ":" in line]
+    assert keys == sorted(
+        [*options.FLAGS, *("auto_lr", "estimated_lr", "lr", "momentum", "eps", "weight_decay")]
+    )

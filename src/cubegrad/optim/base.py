@@ -124,6 +124,17 @@ class BaseOptimizer(Optimizer):
         if param_group["auto_lr"]:
             auto.hold(param_group, param_group.get("estimate", first_estimate.empty()))
 
+    def __repr__(self) -> str:
+        """As torch's, without what the groups keep for the next steps."""
+        lines = [f"{type(self).__name__} ("]
+        for number, group in enumerate(self.param_groups):
+            shown = {key: value for key, value in group.items() if key not in options.KEPT}
+            if group["auto_lr"]:
+                shown["estimated_lr"] = auto.lr_of(group["estimate"])
+            lines.append(f"Parameter Group {number}")
+            lines += [f"    {key}: {shown[key]}" for key in sorted(shown)]
+        return "\n".join([*lines, ")"])
+
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_unless_whole("a copy or a pickle")
         state: dict[str, Any] = super().__getstate__()
