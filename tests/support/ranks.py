@@ -21,6 +21,7 @@ REACHED = "reached the end"
 WARNINGS = (
     *("-W", "error", "-W", "ignore:`torch.jit.:DeprecationWarning"),
     *("-W", "ignore::RuntimeWarning:triton.runtime.interpreter"),
+    *("-W", "ignore:weight_decay=:UserWarning"),  # large ones, to have an effect
     *("-W", "ignore:torch.distributed is disabled:UserWarning"),
     *("-W", "ignore:TypedStorage is deprecated:UserWarning"),
     *("-W", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),

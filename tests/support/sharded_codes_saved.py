@@ -169,9 +169,9 @@ def fsdp1_saves_the_sums_that_codes_stand_for():
     model, optimizer = built(0)
     train(model, optimizer, range(3))
     assert all("root_code" in state for state in optimizer.state.values())
-    warnings.filterwarnings(
-        "ignore", "`_get_pg_default_device`|Please use DTensor|.*FSDP"
-    )  # torch's
+    # torch's own, of which some appear only where CUDA is built in.
+    torch_own = "`_get_pg_default_device`|Multiple backends are reg|Please use DTensor|.*FSDP"
+    warnings.filterwarnings("ignore", torch_own)
     saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     assert saved["state"]["0.weight"]["grad_sq_sum"].shape == (384, 384)
     again, resumed = built(1)
@@ -184,5 +184,7 @@ def fsdp1_saves_the_sums_that_codes_stand_for():
     train(again, resumed, range(3, 6))
     assert all("root_code" in state for state in resumed.state.values())
     for start, p, q in zip(before, model.parameters(), again.parameters(), strict=True):
-        # Rounded to codes once more: z - x by half a code, 1/126 of the largest of its block.
-        assert (p - q).abs().max() < 0.05 * (p - start).abs().max()
+        # Scales that differ in the last bit may round a number to the next code, which x takes in.
+        off, code = (p - q).abs(), optimizer.state[p]["offset_scale"].max()
+        assert off.max() < 2 * code  # 0.98 to 1.0 of a code
+        assert off.mean() < 0.01 * (p - start).abs().max()  # 1e-4 to 3e-4
