@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from cubegrad import distance, rule
+from cubegrad import distance
+from cubegrad.rule import Rule, shrunk, step_from_root, unrounded
 
 Array = Any
 Scalar = Any
@@ -182,7 +183,7 @@ class Codes(NamedTuple):
     offset_scale: Array | None
     root: Array  # uint8: ∛ν
     root_scale: Array
-    initial: Array | None  # x_0 in int16, or in the dtype of half precision; not in the mirror form
+    initial: Array | None  # x_0 in int16, or in the dtype of half precision; only with a pull
     initial_scale: Array | None
 
 
@@ -218,6 +219,7 @@ def decode(xp: Namespace, codes: Codes) -> Values:
 
 def encode(
     xp: Namespace,
+    rule: Rule,
     offset: tuple[Array | None, Array | None],
     root: Array,
     old: Codes,
@@ -231,8 +233,8 @@ def encode(
     # An offset may still be held when momentum is 0, to be dropped after this step.
     is_number = isinstance(momentum, int | float)
     cleared = 1 if old.offset is None or (is_number and momentum == 0) else 0
-    # MADGRAD's roots never fall, so that a scale which falls could only be rounding.
-    least = 0.0 if old.initial is None else old.root_scale
+    # Where roots never fall, a scale which falls could only be rounding.
+    least = old.root_scale if rule.never_falls else 0.0
     root, root_scale = encode_roots(xp, root, bits, cleared, least)
     code, offset_scale = offset
     if code is not None:
@@ -265,7 +267,7 @@ def _store(
     ahead: Array,
     new_param: Array,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """`rule.unrounded` as it is stored: x, and the code and scale of z - x.
+    """`unrounded` as it is stored: x, and the code and scale of z - x.
 
     float32 has places enough to take in what rounding changes of the offset. Up to a momentum of
     0.9 it takes in all: x is what the coded offset leaves of z, so that z stays exact, and rounding
@@ -279,7 +281,7 @@ def _store(
     if round_param is None:
         offset = ahead * -momentum  # z - x before x is rounded
     else:
-        new_param, offset = rule.unrounded(param, ahead, new_param)
+        new_param, offset = unrounded(param, ahead, new_param)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
         part = share(xp, momentum)
@@ -291,6 +293,7 @@ def _store(
 
 def step(
     xp: Namespace,
+    rule: Rule,
     h: Hyper,
     step: Scalar,
     bits: Array,
@@ -307,16 +310,12 @@ def step(
     momentum = None if codes.offset is None else h.momentum
     store = partial(_store, xp, bits, ROUND.get(dtype), momentum)
     old, sums = decode(xp, codes), None
-    if old.initial is None:
-        new_param, offset, root = rule.mirror_madgrad_from_root(
-            xp, h, step, param, grad, old.offset, old.root, store
-        )
-    else:
-        new_param, offset, root, new_away = rule.madgrad_from_root(
-            xp, h, step, param, grad, old.offset, old.root, old.initial, store
-        )
-        if with_sums:
-            away = old.away(xp, param)
-            sums = distance.step_sums_from_root(xp, h, step, param, grad, away, root, new_away)
-        codes = codes._replace(initial_scale=rule.shrunk(h, codes.initial_scale))
-    return new_param, encode(xp, offset, root, codes, bits, h.momentum), sums
+    new_param, offset, root, new_away = step_from_root(
+        xp, rule, h, step, param, grad, old.offset, old.root, old.initial, store
+    )
+    if with_sums:
+        away = old.away(xp, param)
+        sums = distance.step_sums_from_root(xp, h, step, param, grad, away, root, new_away)
+    if codes.initial is not None:
+        codes = codes._replace(initial_scale=shrunk(h, codes.initial_scale))
+    return new_param, encode(xp, rule, offset, root, codes, bits, h.momentum), sums

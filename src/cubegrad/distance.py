@@ -1,4 +1,4 @@
-"""The learning rate estimated from the distance to a solution: arrays in, numbers out.
+"""MADGRAD's learning rate, estimated from the distance to a solution: arrays in, numbers out.
 
 A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
 on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from cubegrad import rule
+from cubegrad.rule import MADGRAD, State
 
 Array = Any
 Scalar = Any
@@ -33,21 +34,23 @@ def step_sums(
     step: Scalar,
     param: Array,
     grad: Array,
-    old_sums: tuple[Array, ...],
-    new_sums: tuple[Array, ...],
-    initial_param: Array | None = None,
+    before: State,
+    after: State,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """What a step of MADGRAD adds to the estimate; the sums are s and ν before and after it.
+    """What a step of MADGRAD from one state to the next adds to the estimate.
 
     A coordinate whose ν is no longer finite is left out, or it would stop the estimate.
     """
-    if initial_param is None:
-        away = rule.displacement(xp, h.eps, *old_sums)  # x_0 - x_k, where x is z
+    if "initial_param" in before:
+        away = before["initial_param"] - param
     else:
-        away = initial_param - param
-    root = xp.cbrt(new_sums[1])
+        away = rule.displacement(xp, MADGRAD, h.eps, before)  # x_0 - x_k, where x is z
+    root = rule.root(xp, MADGRAD, after["grad_sq_sum"])
     agreement = xp.where_finite(root, _agreements(xp, h, step, param, grad, away))
-    return (xp.total(agreement), *_root_sums(xp, h, new_sums[0], root))  # λ_k ⟨g_k, x_0 - x_k⟩
+    return (
+        xp.total(agreement),
+        *_root_sums(xp, h, after["grad_sum"], root),
+    )  # λ_k ⟨g_k, x_0 - x_k⟩
 
 
 def step_sums_from_root(
@@ -60,7 +63,7 @@ def step_sums_from_root(
     root: Array,
     new_away: Array,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """`step_sums` for `rule.madgrad_from_root`.
+    """`step_sums` for `rule.step_from_root`.
 
     `away` is x_0 - x before the step; `root` is ∛ν and `new_away` x_0 - z after it.
     """
@@ -78,7 +81,7 @@ def _agreements(
     Coupled decay pulls towards 0 for ever, as if the solution were there. So it counts only where
     it makes the product smaller; if it never counted, D could exceed the distance.
     """
-    weight = rule.step_weight(h.lr, step)
+    weight = rule.step_weight(MADGRAD, h.lr, step)
     agreements = rule.loss_gradient(h, grad) * weight * away
     if not rule.has_coupled_decay(h):
         return agreements
@@ -89,7 +92,7 @@ def idle_sums(
     xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
 ) -> tuple[Scalar, Scalar]:
     """The last two of `step_sums`, for a parameter without a gradient; its first one is 0."""
-    return _root_sums(xp, h, grad_sum, xp.cbrt(grad_sq_sum))
+    return _root_sums(xp, h, grad_sum, rule.root(xp, MADGRAD, grad_sq_sum))
 
 
 def _root_sums(xp: Namespace, h: Hyper, grad_sum: Array, root: Array) -> tuple[Scalar, Scalar]:
@@ -179,7 +182,7 @@ def advance(
     distance, _, lr, _, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)
     _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
-    weights = [rule.step_weight(lr * factor, step) for factor in factors]
+    weights = [rule.step_weight(MADGRAD, lr * factor, step) for factor in factors]
     weight_sums = list(map(operator.add, old_weights, weights))
     steps = counted_steps(step, uncounted)
     before, without, after = (

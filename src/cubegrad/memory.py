@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cubegrad import sharding
 from cubegrad.codec import BLOCK
+from cubegrad.rule import MADGRAD, MIRROR_MADGRAD, Rule
 from cubegrad.state import layout
 
 __all__ = ["Estimate", "Kept", "estimate", "table"]
@@ -74,10 +75,10 @@ NOT_COUNTED = (
 )
 
 
-def _ours(method: str, compact: bool, momentum: float = 0.9) -> Callable[[_Part], int]:
+def _ours(rule: Rule, compact: bool, momentum: float = 0.9) -> Callable[[_Part], int]:
     def state(part: _Part) -> int:
         group = {"compact": compact and not part.cuts_blocks, "momentum": momentum}
-        held = layout.needed(method, group, part.whole)
+        held = layout.needed(rule, group, part.whole)
         forms = held.forms(layout.as_real(part.shard))
         count = layout.counter(part.shard, on_device=False).nbytes
         return count + sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
@@ -103,12 +104,12 @@ class _Optimizer(NamedTuple):
 
 
 OPTIMIZERS = (
-    _Optimizer("MADGRAD compact, gradient release", _ours("madgrad", True), frees_gradients=True),
-    _Optimizer("MADGRAD compact", _ours("madgrad", True)),
-    _Optimizer("MADGRAD compact, momentum 0", _ours("madgrad", True, momentum=0.0)),
-    _Optimizer("MADGRAD, float32 state", _ours("madgrad", False)),
-    _Optimizer("MirrorMADGRAD compact", _ours("mirror_madgrad", True)),
-    _Optimizer("MirrorMADGRAD, float32 state", _ours("mirror_madgrad", False)),
+    _Optimizer("MADGRAD compact, gradient release", _ours(MADGRAD, True), frees_gradients=True),
+    _Optimizer("MADGRAD compact", _ours(MADGRAD, True)),
+    _Optimizer("MADGRAD compact, momentum 0", _ours(MADGRAD, True, momentum=0.0)),
+    _Optimizer("MADGRAD, float32 state", _ours(MADGRAD, False)),
+    _Optimizer("MirrorMADGRAD compact", _ours(MIRROR_MADGRAD, True)),
+    _Optimizer("MirrorMADGRAD, float32 state", _ours(MIRROR_MADGRAD, False)),
     _Optimizer("Adam, AdamW (torch)", _buffers(2, has_step=True)),
     _Optimizer("AdamW, float32 master weights", _adamw_with_master_weights),
     _Optimizer("SGD with momentum (torch)", _buffers(1, has_step=False)),

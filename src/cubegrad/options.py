@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from cubegrad.rule import Rule
+
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
 REMEDY = {
     "lr": SWEEP,
@@ -152,11 +154,11 @@ def factor_from_string(group: dict[str, Any]) -> float:
     return 1.0 if group["auto_lr"] and group["lr"] == "auto" else number("lr", group["lr"])
 
 
-def auto_lr(method: str, lr: Any) -> bool:
-    """Whether lr is "auto"; refuses it for a method that cannot estimate it."""
+def auto_lr(rule: Rule, lr: Any) -> bool:
+    """Whether lr is "auto"; refuses it for a rule without the sums that it is estimated from."""
     if not isinstance(lr, str) or lr != "auto":
         return False
-    if method != "madgrad":
+    if not rule.has_estimate:
         raise ValueError(
             "lr='auto' is MADGRAD's alone: it is estimated from the sum of the gradients, which "
             "MirrorMADGRAD does not keep; use MADGRAD, or a number"

@@ -47,7 +47,7 @@ BACKEND = SimpleNamespace(
 
 
 def test_a_state_of_integers_and_scales_is_stepped_and_repeated(monkeypatch):
-    coded = Coded("madgrad", ("codes", "scale"), None)
+    coded = Coded(MADGRAD._rule, ("codes", "scale"), None)
     monkeypatch.setitem(layout.LAYOUTS, "madgrad", (coded,))
     monkeypatch.setattr(Launch, "made", 0)
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,))]

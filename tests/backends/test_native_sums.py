@@ -12,7 +12,8 @@ from cubegrad import distance
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state.layout import MADGRAD, MADGRAD_WITHOUT_START, MIRROR_MADGRAD
+from cubegrad.rule import MIRROR_MADGRAD
+from cubegrad.state import layout
 
 cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
@@ -56,9 +57,9 @@ def batch(h, dtypes=DTYPES["float32"], sizes=SIZES):
         tensor[::5] = 0.0
     steps = [torch.tensor(3.0 + k) for k in range(len(sizes))]
     starts = [randn(4, state)] if h.momentum else []
-    layout = MADGRAD if h.momentum else MADGRAD_WITHOUT_START
+    used = layout.LAYOUTS["madgrad"][0 if h.momentum else -1]
     buffers = zip(grad_sums, squares, *starts, strict=True)
-    return Batch(layout, list(map(Row, params, grads, steps, buffers)))
+    return Batch(used, list(map(Row, params, grads, steps, buffers)))
 
 
 class Float64Functions:
@@ -118,8 +119,11 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
     scale = 1.0 if h.grad_scale is None else h.grad_scale.item()
     for old_row, new_row in zip(before.rows, after.rows, strict=True):
         x, g, k = map(cases.numbers, old_row[:3])
-        old, new = (tuple(map(cases.numbers, row.buffers)) for row in (old_row, new_row))
-        inputs = (h, k, x, g / scale, old[:2], new[:2], *old[2:])
+        old, new = (
+            dict(zip(after.layout.buffers, map(cases.numbers, row.buffers), strict=True))
+            for row in (old_row, new_row)
+        )
+        inputs = (h, k, x, g / scale, old, new)
         expected += distance.step_sums(Float64Functions, *inputs)
         sizes += distance.step_sums(AbsoluteSums, *inputs)
     rounding = 3e-15 if dtypes[2] == torch.float64 else 5e-7
@@ -207,7 +211,7 @@ def test_a_tensor_that_cannot_hold_the_sums_is_refused(sums):
 def test_the_mirror_form_has_no_sums():
     h = PLAIN._replace(sums=torch.zeros(3, dtype=torch.float64))
     rows = [row._replace(buffers=row.buffers[1:]) for row in batch(h).rows]
-    mirror = Batch(MIRROR_MADGRAD, rows)
+    mirror = Batch(layout.full(MIRROR_MADGRAD), rows)
     with cases.no_change(*tensors_of(mirror)), pytest.raises(ValueError, match="do not fit"):
         cpu.step(mirror, h)
 
@@ -217,7 +221,7 @@ def test_without_memory_nothing_changes():
     count, sums = torch.zeros(()), torch.zeros(3, dtype=torch.float64)
     row = array("q", [0, 0, 0, 0, count.data_ptr(), 2**61, 0, 0, 1]).tobytes()
     starts, grads = array("q", [0, 2**61]).tobytes(), array("q", [0]).tobytes()
-    kinds = (cpu.METHODS["madgrad"], *[cpu.KINDS[torch.float32]] * 3)
+    kinds = (0, *[cpu.KINDS[torch.float32]] * 3)
     with cases.no_change(count, sums), pytest.raises(MemoryError):
         tensors.native.step(
             row,

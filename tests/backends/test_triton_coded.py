@@ -69,7 +69,7 @@ def take_over(optimizer, other):
 def codes_of(optimizer, param):
     """Of z - x and of ∛ν, one without the other's bits."""
     state = optimizer.state[param]
-    held = layout.held(optimizer._method, state)
+    held = layout.held(optimizer._rule, state)
     codes = held.codes([state[name] for name in held.buffers])
     offset, root = codec.unpacked(CodedFunctions, codes)
     return offset, root if offset is not None else root >> 1  # 0 is the lowest bit then

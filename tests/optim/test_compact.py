@@ -84,7 +84,7 @@ def test_temporaries_are_those_of_a_few_rows(cls, form, monkeypatch):
     optimizer = build(cls, [param], compact=form == "decoded")
     advance(optimizer, [param], range(1))
     entries = optimizer.state[param]
-    sums, codes = (layout.full(cls._method, coded) for coded in (False, True))
+    sums, codes = (layout.full(cls._rule, coded) for coded in (False, True))
     kept = {
         "fresh": lambda: codes.fresh(param, count_on_device=False),
         "encoded": lambda: conversion.convert(param, entries, codes, 1e-6),

@@ -27,7 +27,7 @@ hypers = st.builds(
 
 
 @st.composite
-def states(draw, mirror):
+def states(draw, method):
     """x, g and codes of two blocks, which a run could have left."""
     seed, width = draw(st.integers(0, 2**31)), draw(st.sampled_from([1, 7, 64, 256]))
     sizes = [10.0 ** draw(st.integers(-6, 3)) for _ in range(4)]
@@ -43,52 +43,45 @@ def states(draw, mirror):
         g = g * torch.tensor(random.random(shape) > 0.3)  # no gradient there
     none = codec.Codes(None, None, None, None, None, None)
     initial = [None, None]
-    if not mirror:
+    if method.pulls:
         initial = list(codec.encode_integers(CodedFunctions, x + normal(1.0), 32767))
         initial[0] = initial[0].to(torch.int16)
     old = none._replace(
         offset=offset, root_scale=torch.zeros(1, 2, 1), initial=initial[0], initial_scale=initial[1]
     )
     coded = codec.encode_integers(CodedFunctions, offset, codec.LARGEST_OFFSET)
-    return x, g, codec.encode(CodedFunctions, coded, root, old)
+    return x, g, codec.encode(CodedFunctions, method, coded, root, old)
 
 
-def stepped_in_float64(h, k, x, g, codes, mirror):
+def stepped_in_float64(h, k, x, g, codes, method):
     """The rule on what the codes stand for: x, m and r after the step."""
     values = (None if v is None else v.double() for v in codec.decode(CodedFunctions, codes))
-    offset, root, initial = values
-    if mirror:
-        return rule.mirror_madgrad_from_root(
-            TorchFunctions, h, k, x.double(), g.double(), offset, root
-        )
-    return rule.madgrad_from_root(
-        TorchFunctions, h, k, x.double(), g.double(), offset, root, initial
-    )[:3]
+    return rule.step_from_root(TorchFunctions, method, h, k, x.double(), g.double(), *values)[:3]
 
 
-def sizes(h, k, x, g, offset, root):
+def sizes(method, h, k, x, g, offset, root):
     """A bound on what is added up for x and m: float32's rounding is relative to it."""
     gradient = g.double().abs() + abs(h.weight_decay) * x.double().abs()
-    moved = rule.step_weight(h.lr, k) * gradient
+    moved = rule.step_weight(method, h.lr, k) * gradient
     bound = TorchFunctions.quotient(moved, root + h.eps)
     return x.double().abs() + offset.double().abs() + bound
 
 
-@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("method", rule.RULES, ids=lambda method: method.name)
 @given(data=st.data(), h=hypers, k=st.integers(0, 10_000), index=st.integers(0, 2**31 - 1))
 @examples(200)
-def test_a_step_is_within_a_code_of_the_exact_one(mirror, data, h, k, index):
-    x, g, codes = data.draw(states(mirror))
+def test_a_step_is_within_a_code_of_the_exact_one(method, data, h, k, index):
+    x, g, codes = data.draw(states(method))
     step, place = (torch.tensor(number, dtype=torch.int32) for number in (k, index))
     bits = codec.random_bits(step, place + torch.arange(x.numel(), dtype=torch.int32))
     new_x, new, _ = codec.step(
-        CodedFunctions, h, float(k), bits.view(x.shape), x, g, codes, "float32"
+        CodedFunctions, method, h, float(k), bits.view(x.shape), x, g, codes, "float32"
     )
-    exact_x, exact_offset, exact_root = stepped_in_float64(h, float(k), x, g, codes, mirror)
+    exact_x, exact_offset, exact_root = stepped_in_float64(h, float(k), x, g, codes, method)
     got = codec.decode(CodedFunctions, new)
     old = codec.decode(CodedFunctions, codes)
     away = 0 if old.initial is None else (old.initial - x).abs().double()
-    size = sizes(h, k, x, g, old.offset, exact_root) + away
+    size = sizes(method, h, k, x, g, old.offset, exact_root) + away
     rounding = 64 * 2.0**-24 * size
     code = new.offset_scale.double() * 1.001 + rounding
     assert ((got.offset.double() - exact_offset).abs() <= code).all()
@@ -108,14 +101,16 @@ def test_a_step_is_within_a_code_of_the_exact_one(mirror, data, h, k, index):
     ).all()
 
 
-@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("method", rule.RULES, ids=lambda method: method.name)
 @pytest.mark.parametrize("varied", ["step", "index"])
-def test_the_mean_over_many_draws_is_the_exact_number(mirror, varied):
+def test_the_mean_over_many_draws_is_the_exact_number(method, varied):
     """Of z - x in units of a code, and of ∛ν relative to itself; 4,096 draws of 512 numbers."""
     draws, generator = 4096, torch.Generator().manual_seed(5)
     offset = torch.randn((1, 2, 256), generator=generator)
     root = torch.randn((1, 2, 256), generator=generator).abs() + 0.1
-    old = codec.Codes(offset, None, None, torch.zeros(1, 2, 1), None if mirror else offset, None)
+    old = codec.Codes(
+        offset, None, None, torch.zeros(1, 2, 1), offset if method.pulls else None, None
+    )
     numbers = torch.arange(512, dtype=torch.int32).view(1, 2, 256)
     sums = [torch.zeros(1, 2, 256, dtype=torch.float64) for _ in range(2)]
     for draw in range(draws):
@@ -123,7 +118,7 @@ def test_the_mean_over_many_draws_is_the_exact_number(mirror, varied):
         bits = codec.random_bits(torch.tensor(k, dtype=torch.int32), numbers + first)
         dither = codec.dither(CodedFunctions, bits)
         coded = codec.encode_integers(CodedFunctions, offset, codec.LARGEST_OFFSET, dither)
-        new = codec.encode(CodedFunctions, coded, root, old, bits)
+        new = codec.encode(CodedFunctions, method, coded, root, old, bits)
         got = codec.decode(CodedFunctions, new._replace(initial=None))
         for total, value in zip(sums, (got.offset, got.root), strict=True):
             total += value.double()

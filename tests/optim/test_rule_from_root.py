@@ -40,7 +40,7 @@ def follow(method, options, xp, array):
     judge = method.oracle(start)
     x, root = array(start), array(np.zeros(40))
     offset = None if options.get("momentum") == 0 else array(np.zeros(40))
-    initial = array(start.copy())
+    initial = array(start.copy()) if method.rule.pulls else None
     for k in range(STEPS):
         o = cases.settings(options, cases.lr_at(k, options.get("lr", 1e-2)))
         grad = rng.standard_normal(40) * 10.0 ** rng.integers(-3, 3, 40)
@@ -48,11 +48,8 @@ def follow(method, options, xp, array):
         grad[1] = 1.0 if k > 60 else 0.0
         judge.step(grad, o)
         h, g, step = hyper(o), array(grad), float(k)
-        if method is cases.MIRROR:
-            x, m, root = rule.mirror_madgrad_from_root(xp, h, step, x, g, offset, root)
-        else:
-            x, m, root, _ = rule.madgrad_from_root(xp, h, step, x, g, offset, root, initial)
-            initial = rule.shrunk(h, initial)
+        x, m, root, _ = rule.step_from_root(xp, method.rule, h, step, x, g, offset, root, initial)
+        initial = None if initial is None else rule.shrunk(h, initial)
         offset = None if offset is None else m
         largest = max(1.0, np.abs(judge.x).max())
         np.testing.assert_allclose(np.asarray(x), judge.x, rtol=0, atol=1e-11 * largest)

@@ -132,7 +132,7 @@ def dual_points(optimizer, params):
             step = codes.offset_scale.double().repeat_interleave(256, 1)[:, : x[0].numel()]
             offset, _ = codec.unpacked(CodedFunctions, codes)
             points.append(x + offset.double() * step.reshape(x.shape))
-        elif held.method == "mirror_madgrad":
+        elif not held.rule.pulls:
             points.append(state["z"].double())
         else:
             root = state["grad_sq_sum"].double() ** (1 / 3) + optimizer.param_groups[0]["eps"]
@@ -151,8 +151,8 @@ def test_a_change_of_form_moves_z_by_less_than_a_code(cls):
     for to in (True, False):
         before = dual_points(optimizer, params)
         for param in params:
-            held = layout.held(cls._method, optimizer.state[param])
-            full = layout.full(cls._method, to)
+            held = layout.held(cls._rule, optimizer.state[param])
+            full = layout.full(cls._rule, to)
             assert held.is_coded != to
             conversion.convert(
                 param, optimizer.state[param], full, optimizer.param_groups[0]["eps"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import cubegrad
+from cubegrad.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Method:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def rule(self) -> Rule:
+        return self.optimizer._rule
 
 
 MADGRAD = Method("madgrad", cubegrad.MADGRAD, oracle.Madgrad)

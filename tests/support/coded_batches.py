@@ -1,6 +1,7 @@
 """Batches whose state is in codes, and how much two backends differ on them."""
 
 import cases
+import pytest
 import torch
 
 from cubegrad import codec
@@ -8,10 +9,10 @@ from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
-from cubegrad.state import compact
-from cubegrad.state.layout import CODED_LAYOUTS
+from cubegrad.rule import RULES
+from cubegrad.state import compact, layout
 
-METHODS = ("madgrad", "mirror_madgrad")
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
 GRAD_DTYPES = (*DTYPES, torch.float64)
@@ -29,16 +30,16 @@ HYPERS = {
 }
 
 
-def fresh(method, h, dtype, shapes=SHAPES, place=torch.clone):
+def fresh(rule, h, dtype, shapes=SHAPES, place=torch.clone):
     """A batch before its first step."""
-    layout = CODED_LAYOUTS[method][0 if h.momentum else -1]
+    used = layout.CODED_LAYOUTS[rule.name][0 if h.momentum else -1]
     rows = []
     for seed, shape in enumerate(shapes):
         param = place(cases.randn(shape, torch.float32, seed).mul(0.1).to(dtype))
-        state = layout.fresh(param, count_on_device=False)
-        buffers = tuple(map(state.get, layout.buffers))
+        state = used.fresh(param, count_on_device=False)
+        buffers = tuple(map(state.get, used.buffers))
         rows.append(Row(param, torch.empty(0), state["step"], buffers, 2**32 - 1000 + seed))
-    return Batch(layout, rows)
+    return Batch(used, rows)
 
 
 def with_gradients(batch, k, dtype, place=torch.clone):
@@ -51,9 +52,9 @@ def with_gradients(batch, k, dtype, place=torch.clone):
     return batch._replace(rows=rows)
 
 
-def middle(method, h, dtype, grad_dtype=torch.float32, **kinds):
+def middle(rule, h, dtype, grad_dtype=torch.float32, **kinds):
     """A batch after a few steps, with the gradients of the next one."""
-    batch = fresh(method, h, dtype, **kinds)
+    batch = fresh(rule, h, dtype, **kinds)
     for k in range(3):
         eager.step(with_gradients(batch, k, grad_dtype), h)
     return with_gradients(batch, 3, grad_dtype)

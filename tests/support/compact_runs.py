@@ -23,7 +23,7 @@ def build(cls: type, params: Any, backend: cases.Backend = cases.EAGER, **option
 
 def held_layouts(optimizer: Any) -> list[layout.Layout | None]:
     states = (optimizer.state[param] for param in optimizer.param_groups[0]["params"])
-    return [layout.held(optimizer._method, state) for state in states]
+    return [layout.held(optimizer._rule, state) for state in states]
 
 
 def state_bytes(optimizer: Any, param: Tensor) -> float:

@@ -10,16 +10,21 @@ from triton.compiler import ASTSource
 
 from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
+from cubegrad.backends.triton.launch import fields
+from cubegrad.rule import MADGRAD, MIRROR_MADGRAD, RULES
 
 NUMBERS = ("lr", "momentum", "shrink", "eps", "decay", "sign")
 POINTERS = {"lr_at": "*fp64", "momentum_at": "*fp64", "shrink_at": "*fp64"}
 POINTERS |= {"found_inf": "*fp32", "grad_scale": "*fp32", "sums": "*fp64"}
 TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
-METHODS = ("madgrad", "mirror_madgrad")
+
+
+def of_rule(rule):
+    return dict(zip(("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS"), fields(rule), strict=True))
 
 
 def compile_kernel(kernel, constants, tensors, warps, registers):
-    if constants["METHOD"] != "madgrad":
+    if not constants["PULLS"]:
         tensors = [name for name in tensors if name != "sums"]
     names = kernel.arg_names
     count = "span" if "span" in names else "length"
@@ -37,9 +42,9 @@ def compile_kernel(kernel, constants, tensors, warps, registers):
 
 
 def compile_for_codes():
-    for method, has_offset, whole in itertools.product(METHODS, (True, False), (True, False)):
+    for rule, has_offset, whole in itertools.product(RULES, (True, False), (True, False)):
         for dtype in (tl.float32, tl.bfloat16):
-            constants = {"METHOD": method, "HAS_OFFSET": has_offset, "P": dtype, "G": dtype}
+            constants = {"HAS_OFFSET": has_offset, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"ALL_WHOLE": whole, "LOW_BIT": int(whole)}
             constants |= {"PLAIN": whole, "NO_EPS": not whole}
             tensors = [] if whole else list(POINTERS)
@@ -49,9 +54,9 @@ def compile_for_codes():
 def compile_for_sums():
     dtypes = [(tl.float32, tl.float32, False), (tl.float64, tl.float64, False)]
     dtypes += [(half, tl.float32, r) for half in (tl.bfloat16, tl.float16) for r in (False, True)]
-    for method, centred, sums in (("madgrad", 1, 1), ("madgrad", 0, 0), ("mirror_madgrad", 0, 0)):
+    for rule, centred, sums in ((MADGRAD, 1, 1), (MADGRAD, 0, 0), (MIRROR_MADGRAD, 0, 0)):
         for dtype, state, at_random in dtypes:
-            constants = {"METHOD": method, "CENTRED": bool(centred), "P": dtype, "G": dtype}
+            constants = {"CENTRED": bool(centred), "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"S": state, "BLOCK": 1024, "AT_RANDOM": at_random}
             tensors = list(POINTERS) if sums else []
             for decays in (False, True) if sums else (False,):

@@ -50,7 +50,7 @@ def editing(optimizer: Any, edits: bool = True, **options: Any) -> AbstractConte
 def dual_point(optimizer: Any, param: Tensor) -> Tensor:
     """z in float64."""
     state, x = optimizer.state[param], layout.as_real(param.detach().clone()).double()
-    held = layout.held(optimizer._method, state)
+    held = layout.held(optimizer._rule, state)
     buffers = {name: layout.as_real(state[name].clone()) for name in held.buffers}
     if held.is_coded:
         codes = compact.codes_in_blocks(held.codes(list(buffers.values())))

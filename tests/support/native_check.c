@@ -1,4 +1,4 @@
-/* step.c by itself, for a sanitizer to watch: every kind, method and level, sizes around a chunk and
+/* step.c by itself, for a sanitizer to watch: every kind, rule and level, sizes around a chunk and
    a piece, buffers of exactly the right size at odd addresses, and more threads than work. */
 #include <math.h>
 #include <stdio.h>
@@ -25,7 +25,7 @@ static char *ones(int64_t n, enum kind kind)
     return room;
 }
 
-static int check(enum method method, int centred, enum kind param, enum kind grad, enum level level,
+static int check(enum rule_index rule, int centred, enum kind param, enum kind grad, enum level level,
                  double shrink, int threads, int summing)
 {
     int at_random = param < SINGLE && grad >= SINGLE;
@@ -48,7 +48,7 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
         starts[i + 1] = starts[i] + SIZES[i];
     }
     struct job job = {rows, NULL, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
-                      method, param, grad, state, at_random, level,
+                      rule, param, grad, state, at_random, level,
                       summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
     if (summing) { /* x_0 - x_k is 0, or s / (∛ν + ε) */
@@ -75,7 +75,7 @@ static int check(enum method method, int centred, enum kind param, enum kind gra
 static const int64_t LENGTHS[] = {64, 147, 256, 300, 576}, SPACINGS[] = {1, 7, 1, 6, 9};
 enum { CODED_ROWS = sizeof LENGTHS / sizeof *LENGTHS, EACH = 150 };
 
-static int check_codes(enum method method, int with_offset, enum kind param, enum kind grad,
+static int check_codes(enum rule_index rule, int with_offset, enum kind param, enum kind grad,
                        enum level level, double shrink, int threads, int apart)
 {
     struct coded_row rows[CODED_ROWS];
@@ -84,7 +84,7 @@ static int check_codes(enum method method, int with_offset, enum kind param, enu
     const void *grads[CODED_ROWS];
     float steps[CODED_ROWS] = {0};
     double sums[SUMS] = {0};
-    int wrong = 0, summing = method == MADGRAD && apart;
+    int wrong = 0, summing = RULES[rule].pulls && apart;
     for (int i = 0; i < CODED_ROWS; i++) {
         int64_t size = EACH * LENGTHS[i], blocks = EACH * ((LENGTHS[i] + 255) / 256);
         made[i][0] = ones(size, param);
@@ -94,7 +94,7 @@ static int check_codes(enum method method, int with_offset, enum kind param, enu
         made[i][4] = ones(size, param < SINGLE ? param : HALF); /* any int16 */
         for (int j = 5; j < 8; j++)
             made[i][j] = ones(blocks, SINGLE);
-        int initial = method == MADGRAD;
+        int initial = RULES[rule].pulls;
         rows[i] = (struct coded_row){
             made[i][0] + 1,
             with_offset ? (int8_t *)made[i][2] : NULL,
@@ -114,7 +114,7 @@ static int check_codes(enum method method, int with_offset, enum kind param, enu
     }
     struct job job = {NULL, rows, starts, grads, CODED_ROWS,
                       {0.1, with_offset ? 0.9 : 0, shrink, 1e-6, 0, 1},
-                      method, param, grad, CODES, 0, level, summing ? sums : NULL};
+                      rule, param, grad, CODES, 0, level, summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++)
         for (int64_t k = 1; param == SINGLE && k < EACH * LENGTHS[i]; k++) {

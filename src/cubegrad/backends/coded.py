@@ -46,6 +46,7 @@ def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> Non
     old = layout.codes(buffers)
     new_x, new, sums = codec.step(
         CodedFunctions,
+        layout.rule,
         h,
         k,
         codec.random_bits(step.to(torch.int32), compact.blocks(compact.indices(param, first))),

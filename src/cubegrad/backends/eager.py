@@ -21,7 +21,7 @@ def step(batch: Batch, h: Hyper) -> None:
     if batch.layout.is_coded:
         coded.step(batch, h)
         return
-    update = getattr(rule, batch.layout.method)
+    names = batch.layout.buffers
     for given in batch.rows:
         row = given if h.differentiable else given.with_dimensions()
         param, grad, step, buffers, _ = row
@@ -36,16 +36,17 @@ def step(batch: Batch, h: Hyper) -> None:
         x, grad = x.to(dtype), grad.to(dtype)
         if h.grad_scale is not None:
             grad = grad / h.grad_scale.to(grad).reshape(())
-        new_x, *new = update(xp, h, k, x, grad, *old)
+        state = dict(zip(names, old, strict=True))
+        new_x, new = rule.step(xp, batch.layout.rule, h, k, x, grad, state)
         if h.sums is not None:
             with torch.no_grad():
-                before, after, start = old[:2], tuple(new[:2]), old[2:]
-                sums = distance.step_sums(xp, h, k, x, grad, before, after, *start)
+                sums = distance.step_sums(xp, h, k, x, grad, state, new)
                 h.sums.add_(torch.stack(sums).to(h.sums.device))
         if rounds:
             new_x = rounding.rounded(new_x, row, h.momentum)
         finite = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
-        for target, value in zip((param, *buffers), (new_x, *new), strict=True):
+        values = (new_x, *(new[name] for name in names))
+        for target, value in zip((param, *buffers), values, strict=True):
             if value is not target:
                 target.copy_(value if finite is None else torch.where(finite, value, target))
         step += 1 if finite is None else finite.to(step)

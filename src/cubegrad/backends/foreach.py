@@ -166,18 +166,19 @@ def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     dtype = state_dtype(params[0])
     k = TensorList([step.to(dtype) for step in steps]) if h.on_device else steps[0].item()
     x = TensorList([param.to(dtype) for param in params])
-    old = [TensorList(column) for column in state]
+    names = batch.layout.buffers
+    old = dict(zip(names, map(TensorList, state), strict=True))
     grad = TensorList([grad.to(dtype) for grad in grads])
     rounds = batch.rounds(params[0])
     xp = (ExactListFunctions if rounds else ListFunctions)(h.eps)
-    new = getattr(rule, batch.layout.method)(xp, h, k, x, grad, *old)
+    new_x, new = rule.step(xp, batch.layout.rule, h, k, x, grad, old)
     if h.sums is not None:
-        before, after, start = tuple(old[:2]), new[1:3], old[2:]
-        sums = distance.step_sums(xp, h, k, x, grad, before, after, *start)
+        sums = distance.step_sums(xp, h, k, x, grad, old, new)
         h.sums.add_(torch.stack(sums).to(h.sums.device))
     if rounds:
-        pairs = zip(new[0].tensors, rows, strict=True)
-        new = TensorList([rounding.rounded(y, row, h.momentum) for y, row in pairs]), *new[1:]
-    for targets, value, before_step in zip((list(params), *state), new, (x, *old), strict=True):
-        if value is not before_step:
-            torch._foreach_copy_(targets, value.tensors)
+        pairs = zip(new_x.tensors, rows, strict=True)
+        new_x = TensorList([rounding.rounded(y, row, h.momentum) for y, row in pairs])
+    torch._foreach_copy_(params, new_x.tensors)
+    for name, targets in zip(names, state, strict=True):
+        if new[name] is not old[name]:
+            torch._foreach_copy_(targets, new[name].tensors)

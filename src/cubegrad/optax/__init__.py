@@ -154,7 +154,7 @@ def madgrad(
         state_type: Any = CompactAutoMadgradState if settings.auto else CompactMadgradState
     else:
         state_type = AutoMadgradState if settings.auto else MadgradState
-    return transformation(rule.madgrad, state_type, settings)
+    return transformation(rule.MADGRAD, state_type, settings)
 
 
 def mirror_madgrad(
@@ -181,7 +181,7 @@ def mirror_madgrad(
     refuse_auto(learning_rate)
     settings = checked(Settings(**locals()))
     state_type = CompactMirrorMadgradState if compact else MirrorMadgradState
-    return transformation(rule.mirror_madgrad, state_type, settings)
+    return transformation(rule.MIRROR_MADGRAD, state_type, settings)
 
 
 def estimated_lr(state: Tree) -> Array:

@@ -136,9 +136,9 @@ def step_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array
     def at_once(*arrays: Any) -> Sums:
         return xla.finite_totals(*sums(xla.ALL_TERMS, *arrays))
 
-    old_sums, new_sums = (tuple(arrays[name] for name in SUMS) for arrays in (old, new))
-    arrays = old["param"], old["grad"], old_sums, new_sums, old.get("initial_param")
-    return xla.sums(sums, *arrays, elsewhere=at_once)
+    before = {name: array for name, array in old.items() if name not in ("param", "grad")}
+    after = {name: new[name] for name in SUMS}
+    return xla.sums(sums, old["param"], old["grad"], before, after, elsewhere=at_once)
 
 
 def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array]) -> Sums:
@@ -150,7 +150,8 @@ def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Arr
 
     def again(old: dict[str, Array], _: Any) -> Sums:
         grad = jnp.where(h.lr < -jnp.inf, 0.0, old["grad"])  # the same, but XLA does not know that
-        return rule.madgrad(xla, h, step, **old | {"grad": grad})[1:3]
+        _, stored = rule.step(xla, rule.MADGRAD, h, step, old["param"], grad, old)
+        return tuple(stored[name] for name in SUMS)
 
     computed = tuple(new[name] for name in SUMS)
     return lax.platform_dependent(old, computed, cpu=lambda _, new: new, default=again)  # type: ignore[no-any-return]
@@ -177,7 +178,7 @@ def advance(
     decaying = distance.agreement(xla, h, estimate.decaying, newest[True])
     step = count.astype(h.lr.dtype)
     steps = distance.counted_steps(step, estimate.uncounted)
-    weight = rule.step_weight(h.lr, step)
+    weight = rule.step_weight(rule.MADGRAD, h.lr, step)
     old_root, root = estimate.root_mean, root_sum / coordinates
     before, without, after = (
         _scale(*pair)

@@ -6,7 +6,7 @@ never merged with another, so the scales are sharded as the parameter is. A para
 dimension is stepped as rows of one block each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from jax import Array, lax
 from cubegrad import cautions, codec
 from cubegrad.codec import BLOCK, Codes, row_length
 from cubegrad.optax import xla
-from cubegrad.options import Hyper
 
 Shape = tuple[int, ...]
 Result = tuple[Array, Codes, xla.Sums | None]
+Run = Callable[..., Any]  # codec.step of a rule, with the numbers of the step
 
 # The buffers of a state, in the order of `codec.Codes`.
 BUFFERS = tuple(name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
@@ -114,7 +114,7 @@ def _encode_initial(real: Array) -> tuple[Array, Array]:
 
 
 def step(
-    h: Hyper, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
+    run: Run, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
 ) -> Result:
     """The move of the parameter, the codes after it, and the sums if they are wanted.
 
@@ -130,18 +130,18 @@ def step(
             f"where x_0 is {codes.initial.dtype}; use optax.apply_updates, which keeps the dtype"
         )
     if param.ndim == 1:
-        return _step_flat(h, count, param, grad, codes, with_sums)
-    whole = partial(_step, h, count, with_sums, 0)
+        return _step_flat(run, count, param, grad, codes, with_sums)
+    whole = partial(_step, run, count, with_sums, 0)
     rows = max(1, xla.CHUNK // 2 // row_length(_real_shape(param)))
     compiled = isinstance(param, jax.core.Tracer) or isinstance(grad, jax.core.Tracer)
     if not compiled or xla.may_be_sharded_on_cpu() or len(param) < 2 * rows:
         return whole(param, grad, codes)
-    by_rows = partial(_step_by_rows, h, count, with_sums, rows)
+    by_rows = partial(_step_by_rows, run, count, with_sums, rows)
     return lax.platform_dependent(param, grad, codes, cpu=by_rows, default=whole)  # type: ignore[no-any-return]
 
 
 def _step_flat(
-    h: Hyper, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
+    run: Run, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
 ) -> Result:
     """A parameter of one dimension, as rows of one block each."""
     rows = Codes(
@@ -151,7 +151,7 @@ def _step_flat(
         )
     )
     x, g = _blocks(param)[:, 0], _blocks(grad)[:, 0]
-    move, new, sums = step(h, count, x, g, rows, with_sums)
+    move, new, sums = step(run, count, x, g, rows, with_sums)
     flat = (
         None if before is None else code.reshape(-1)[: len(before)]
         for code, before in zip(new, codes, strict=True)
@@ -160,7 +160,7 @@ def _step_flat(
 
 
 def _step_by_rows(
-    h: Hyper, count: Array, with_sums: bool, rows: int, param: Array, grad: Array, codes: Codes
+    run: Run, count: Array, with_sums: bool, rows: int, param: Array, grad: Array, codes: Codes
 ) -> Result:
     dtype = jnp.promote_types(param.dtype, jnp.float32)
     # Moves overwrite the gradient: inside a jitted training step its memory is free by then.
@@ -178,7 +178,7 @@ def _step_by_rows(
         # outside. Otherwise it would read rows that are written already, and copy all of them.
         move, new, added = lax.cond(
             count >= 0,
-            partial(_step, h, count, with_sums, first),
+            partial(_step, run, count, with_sums, first),
             lambda _, move, codes: (move.astype(dtype), codes, sums),
             *old,
         )
@@ -196,7 +196,7 @@ def _step_by_rows(
 
 
 def _step(
-    h: Hyper,
+    run: Run,
     count: Array,
     with_sums: bool,
     first_row: Any,
@@ -208,7 +208,7 @@ def _step(
     x, g = (_blocks(a.astype(jnp.float32)) for a in (real, _real(grad)))
     bits = codec.random_bits(count, _indices(x.shape, first_row, row_length(real.shape)))
     k, old = count.astype(jnp.float32), _in_blocks(codes)
-    new_x, new, sums = codec.step(xla.CODEC, h, k, bits, x, g, old, param.dtype.name, with_sums)
+    new_x, new, sums = run(k, bits, x, g, old, param.dtype.name, with_sums)
     move = _joined(-(x - new_x), real.shape)  # -0 where nothing moves, which changes no bit
     if jnp.iscomplexobj(param):
         move = lax.complex(move[..., 0], move[..., 1])

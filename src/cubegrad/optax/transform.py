@@ -1,6 +1,7 @@
 """`init` and `update`: a rule applied to every parameter of a tree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cubegrad import codec, options
+from cubegrad import rule as rules
 from cubegrad.codec import Codes
 from cubegrad.optax import auto, compact, rounding, state_checks, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
@@ -22,8 +24,7 @@ from cubegrad.optax.layout import (
     real_parts,
 )
 from cubegrad.options import Hyper
-
-Rule = Callable[..., tuple[Array, ...]]
+from cubegrad.rule import Rule
 
 
 class Leaf(NamedTuple):
@@ -148,7 +149,7 @@ def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
 def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) -> Step:
     """One parameter's step. The real and the imaginary part of a complex one take a step each."""
     if leaf.buffers.get("root_code") is not None:
-        return _coded_step(h, count, leaf, settings.auto)
+        return _coded_step(rule, h, count, leaf, settings.auto)
     kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
     dtype = compute_dtype(leaf.param, *kept.values())
     real = jnp.finfo(dtype).dtype
@@ -157,7 +158,9 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     results, sums = [], []
     for old in real_parts(arrays):
-        new = dict(zip(("param", *kept), rule(xla, h, step, **old), strict=True))
+        buffers = {name: old[name] for name in kept}
+        new_param, new = rules.step(xla, rule, h, step, old["param"], old["grad"], buffers)
+        new["param"] = new_param
         if settings.auto:
             sums.append(auto.step_sums(h, step, old, new))
             new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
@@ -174,10 +177,11 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
 
 
-def _coded_step(h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
+def _coded_step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
     codes = Codes(*map(leaf.buffers.get, compact.BUFFERS))
     h = _cast(leaf.hyper(h), jnp.float32)
-    move, codes, sums = compact.step(h, count, leaf.param, leaf.grad, codes, with_sums)
+    run = partial(codec.step, xla.CODEC, rule, h)
+    move, codes, sums = compact.step(run, count, leaf.param, leaf.grad, codes, with_sums)
     stored = dict(zip(compact.BUFFERS, codes, strict=True))
     return Step(move, {n: stored.get(n) for n in leaf.buffers}, [] if sums is None else [sums])
 

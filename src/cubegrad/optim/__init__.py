@@ -4,6 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from cubegrad import rule
 from cubegrad.optim import auto
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
 from cubegrad.optim.lookup import estimated_lr
@@ -49,7 +50,7 @@ class MADGRAD(BaseOptimizer):
             below their last place are made on average. compact=True does so in any case.
     """
 
-    _method = "madgrad"
+    _rule = rule.MADGRAD
 
     def estimated_lr(self) -> float:
         """The current estimate of lr="auto", without any group's factor; nan before the first step.
@@ -99,7 +100,7 @@ class MirrorMADGRAD(BaseOptimizer):
     compact=True keeps about 2 bytes of state per parameter instead of 8.
     """
 
-    _method = "mirror_madgrad"
+    _rule = rule.MIRROR_MADGRAD
 
     def __init__(
         self,

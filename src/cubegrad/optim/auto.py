@@ -18,6 +18,7 @@ from cubegrad.functions import NumberFunctions, TorchFunctions
 from cubegrad.optim import auto_checks, first_estimate
 from cubegrad.optim.first_estimate import coordinates
 from cubegrad.options import Hyper
+from cubegrad.rule import MADGRAD
 from cubegrad.state import conversion, layout
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Estimate:
         self.idle[index] = [
             param
             for param in silent
-            if "step" in state.get(param, {}) and layout.held("madgrad", state[param])
+            if "step" in state.get(param, {}) and layout.held(MADGRAD, state[param])
         ]
         self.live[index] = len(silent) < len(group["params"])
         self.counts[index] = sum(map(coordinates, group["params"])) - sum(map(coordinates, silent))

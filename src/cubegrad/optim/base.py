@@ -21,6 +21,7 @@ from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.shared import Shared
 from cubegrad.optim.step import step_groups
+from cubegrad.rule import Rule
 from cubegrad.state import checkpoint, state_dicts
 from cubegrad.state.start import Starts
 
@@ -46,7 +47,7 @@ class Flags(TypedDict, total=False):
 class BaseOptimizer(Optimizer):
     """All that does not depend on the method."""
 
-    _method: str  # a function of rule.py, and its layouts in state/layout.py
+    _rule: Rule
     _opt_called: bool  # for torch's schedulers, which warn if they step first
     _has_had_gradients = False
     _estimate: Estimate | None = None  # of lr="auto"
@@ -78,7 +79,7 @@ class BaseOptimizer(Optimizer):
         **unknown: Never,
     ) -> None:
         options.refuse_unknown(type(self).__name__, unknown)
-        auto_lr = options.auto_lr(self._method, lr)
+        auto_lr = options.auto_lr(self._rule, lr)
         defaults = {
             "lr": 1.0 if auto_lr else lr,
             "auto_lr": auto_lr,
@@ -103,7 +104,7 @@ class BaseOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         release_checks.refuse_in_open_step(self, "add_param_group()")
-        if isinstance(param_group, dict) and options.auto_lr(self._method, param_group.get("lr")):
+        if isinstance(param_group, dict) and options.auto_lr(self._rule, param_group.get("lr")):
             param_group = {**param_group, "lr": 1.0, "auto_lr": True}
         super().add_param_group(param_group)
         try:
@@ -113,7 +114,7 @@ class BaseOptimizer(Optimizer):
             param_group.update(options.flags(param_group))
             for index, param in enumerate(param_group["params"]):
                 inputs.check_param(options.name_of(param_group, index), param)
-            if self._method == "madgrad" and not options.is_decoupled(param_group):
+            if self._rule.pulls and not options.is_decoupled(param_group):
                 decay = options.number("weight_decay", param_group["weight_decay"])
                 cautions.warn_of_coupled_decay(decay)
         except Exception:
@@ -143,7 +144,7 @@ class BaseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._repeats = Repeats()
-        self._starts = Starts.of_loaded(self._method, self.state)
+        self._starts = Starts.of_loaded(self._rule, self.state)
         self._estimate = None
         for name in ("auto_lr", "compact", "stochastic_rounding"):
             self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
@@ -242,7 +243,7 @@ class BaseOptimizer(Optimizer):
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
         self._refuse_unless_whole("state_dict()")
         state_dict = state_dicts.plain(super().state_dict())
-        checkpoint.complete(self._method, self.param_groups, self.state, state_dict)
+        checkpoint.complete(self._rule, self.param_groups, self.state, state_dict)
         return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -257,7 +258,7 @@ class BaseOptimizer(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        loaded = checkpoint.checked(self._method, self.param_groups, self.defaults, state_dict)
+        loaded = checkpoint.checked(self._rule, self.param_groups, self.defaults, state_dict)
         state: defaultdict[Tensor, Any] = defaultdict(dict, loaded.state)
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -81,7 +81,7 @@ SHARED = ("param", "grad", "step")  # what every form has a column for, beside i
 def _forms(optimizer: "BaseOptimizer", group: Group) -> list[Layout]:
     """The forms that a state may have in this group, each with every buffer."""
     coded = (False, True) if group["compact"] else (False,)
-    return [layout.full(optimizer._method, form) for form in coded]
+    return [layout.full(optimizer._rule, form) for form in coded]
 
 
 def _columns_of(forms: list[Layout], columns: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
@@ -102,7 +102,7 @@ def _step_rows(
     if not params:
         return
     held = [name for name, column in zip(form.buffers, buffers, strict=True) if column]
-    used = layout.held(optimizer._method, held) or form
+    used = layout.held(optimizer._rule, held) or form
     own = zip(*(column for column in buffers if column), strict=True)
     rows = [
         Row(layout.as_real(p), layout.as_real(g), k, tuple(map(layout.as_real, state)))
@@ -128,6 +128,6 @@ def fill_columns(
         for param in group["params"]:
             state = optimizer.state.get(param, {})
             idle_now = param.grad is None and "step" in state
-            if idle_now and layout.held(optimizer._method, state) is not None:
+            if idle_now and layout.held(optimizer._rule, state) is not None:
                 for sums in conversion.sums(param, state, group["eps"]):
                     idle += (state["step"], *sums)

@@ -52,7 +52,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
 
 def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | None:
     """The layout of the parameter's state, if an edit concerns it."""
-    held = layout.held(optimizer._method, optimizer.state.get(param, {}))
+    held = layout.held(optimizer._rule, optimizer.state.get(param, {}))
     return held if held is not None and edit.is_concerned(held) else None
 
 
@@ -172,9 +172,9 @@ def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:
 @torch.no_grad()
 def _restart(optimizer: "BaseOptimizer", group: Group, param: Tensor) -> None:
     """Drop a parameter's state, but not what a wrapper keeps there."""
-    method, state = optimizer._method, optimizer.state
+    rule, state = optimizer._rule, optimizer.state
     entries = state.get(param)
-    held = layout.held(method, entries or {})
+    held = layout.held(rule, entries or {})
     optimizer._starts.open.pop(param, None)
     if not isinstance(entries, dict):
         return
@@ -188,7 +188,7 @@ def _restart(optimizer: "BaseOptimizer", group: Group, param: Tensor) -> None:
             else:  # codes as bytes, which a wrapper has put there
                 entries[name] = value
         return
-    ours = {"step", *layout.all_buffers(method), *layout.CODED_NAMES}
+    ours = {"step", *layout.all_buffers(rule), *layout.CODED_NAMES}
     others = {name: value for name, value in entries.items() if name not in ours}
     if others:
         state[param] = others

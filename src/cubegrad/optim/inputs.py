@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from cubegrad import cautions, options, sharding
+from cubegrad.rule import Rule
 from cubegrad.state import compact, layout
 
 DTYPES = frozenset(
@@ -43,7 +44,7 @@ def warn_of_uncoded(groups: list[dict[str, Any]]) -> None:
     )
 
 
-def check_grads(method: str, group: dict[str, Any], state: dict[Tensor, Any]) -> None:
+def check_grads(rule: Rule, group: dict[str, Any], state: dict[Tensor, Any]) -> None:
     """Refuse what torch lets someone assign: gradients and state that no step can use."""
     for index, param in enumerate(group["params"]):
         grad = param.grad
@@ -63,15 +64,15 @@ def check_grads(method: str, group: dict[str, Any], state: dict[Tensor, Any]) ->
             )
         entries = state.get(param, {})
         if "step" in entries:
-            _check_state(method, options.name_of(group, index), param, entries)
+            _check_state(rule, options.name_of(group, index), param, entries)
 
 
-def _check_state(method: str, name: str, param: Tensor, entries: dict[str, Any]) -> None:
-    held = layout.held(method, entries)
+def _check_state(rule: Rule, name: str, param: Tensor, entries: dict[str, Any]) -> None:
+    held = layout.held(rule, entries)
     if held is None or layout.stray_codes(held, entries):
         raise ValueError(
             f"the state of {name} is {sorted(map(str, entries))}, and must have "
-            f"{sorted(layout.required(method))}, or all of the codes that belong together; put "
+            f"{sorted(layout.required(rule))}, or all of the codes that belong together; put "
             "states in with load_state_dict"
         )
     if not held.is_coded:

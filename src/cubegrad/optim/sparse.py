@@ -12,21 +12,22 @@ from torch import Tensor
 from cubegrad import options
 from cubegrad.backends.batch import Backend, Batch, Member, Row
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 from cubegrad.state.layout import as_real
 
 
-def check(method: str, group: dict[str, Any]) -> None:
+def check(rule: Rule, group: dict[str, Any]) -> None:
     """Refuse a sparse gradient if the step would move rows that have none."""
     for index, param in enumerate(group["params"]):
         if param.grad is not None and param.grad.is_sparse:
-            reason = _obstacle(method, group)
+            reason = _obstacle(rule, group)
             if reason:
                 name = options.name_of(group, index)
                 raise RuntimeError(f"{name} has a sparse gradient, and {reason}")
 
 
-def _obstacle(method: str, group: dict[str, Any]) -> str | None:
-    if method != "madgrad":
+def _obstacle(rule: Rule, group: dict[str, Any]) -> str | None:
+    if not rule.never_falls:
         return (
             "MirrorMADGRAD changes grad_sq_sum in every row at every step; use MADGRAD with "
             "momentum=0, or sparse=False in the embedding"

@@ -16,6 +16,7 @@ from cubegrad.backends.native import tensors
 from cubegrad.optim import auto, inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 from cubegrad.state import conversion, layout
 from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
@@ -97,8 +98,8 @@ def _refuse_blind_capture(groups: list[Group]) -> None:
 def check_group(optimizer: "BaseOptimizer", group: Group) -> Backend:
     """Refuse what cannot be stepped; returns the backend for what can."""
     options.flags(group)  # someone may have changed them since they were checked
-    inputs.check_grads(optimizer._method, group, optimizer.state)
-    sparse.check(optimizer._method, group)
+    inputs.check_grads(optimizer._rule, group, optimizer.state)
+    sparse.check(optimizer._rule, group)
     return optimizer._backend(group)
 
 
@@ -186,12 +187,12 @@ def gather(
     With `alike` all whose state is in one form, codes or sums, keep the same buffers.
     """
     _recover_at_last_eps(optimizer, group)
-    method = optimizer._method
+    rule = optimizer._rule
     count_on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
-    layouts = [layout.needed(method, group, param) for param in params]
+    layouts = [layout.needed(rule, group, param) for param in params]
     if alike:
-        layouts = _alike(method, layouts, [optimizer.state[param] for param in params])
+        layouts = _alike(rule, layouts, [optimizer.state[param] for param in params])
     in_graph = capturing()  # which would read x_0 again at every replay
     members = []
     for param, needed in zip(params, layouts, strict=True):
@@ -202,7 +203,7 @@ def gather(
             if needed.start is not None and weight is not Weight.SOME:
                 optimizer._starts.add(param, state[needed.start])
         else:
-            used = layout.held(method, state) or needed
+            used = layout.held(rule, state) or needed
             used.take_bytes(param, state)
             if not in_graph:
                 optimizer._starts.read_again(param, used, state, weight)
@@ -210,7 +211,7 @@ def gather(
                 state["step"] = state["step"].to(param.device)
             to = needed
             if used.is_coded != needed.is_coded:  # x may be on its way to z, whatever is needed now
-                to = layout.full(method, needed.is_coded)
+                to = layout.full(rule, needed.is_coded)
             if not set(to.buffers) <= set(used.buffers):
                 conversion.convert(param, state, to, group["eps"])
                 optimizer._starts.renew(param, to, state)
@@ -222,14 +223,14 @@ def gather(
     return members
 
 
-def _alike(method: str, needed: list[Layout], states: list[dict[str, Any]]) -> list[Layout]:
+def _alike(rule: Rule, needed: list[Layout], states: list[dict[str, Any]]) -> list[Layout]:
     """The layouts with every buffer, where one in that form has or gets every buffer."""
     whole = set()
     for mine, state in zip(needed, states, strict=True):
-        full, held = layout.full(method, mine.is_coded), layout.held(method, state)
+        full, held = layout.full(rule, mine.is_coded), layout.held(rule, state)
         if mine is full or held is full or (held and held.is_coded != mine.is_coded):
             whole.add(full)
-    pairs = ((mine, layout.full(method, mine.is_coded)) for mine in needed)
+    pairs = ((mine, layout.full(rule, mine.is_coded)) for mine in needed)
     return [full if full in whole else mine for mine, full in pairs]
 
 
@@ -238,12 +239,12 @@ def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
     last, group["last_eps"] = group["last_eps"], group["eps"]
     if last == group["eps"]:
         return
-    full = layout.full(optimizer._method)
+    full = layout.full(optimizer._rule)
     for param in group["params"]:
         state = optimizer.state.get(param, {})
-        held = layout.held(optimizer._method, state)
+        held = layout.held(optimizer._rule, state)
         if "step" in state and held not in (full, None) and not held.is_coded:
-            state["initial_param"] = layout.recover_initial_param(param, state, last)
+            state["initial_param"] = layout.recovered_start(held.rule, param, state, last)
 
 
 def _drop_unneeded(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec, options, sharding
+from cubegrad.rule import RULES, Rule
 from cubegrad.state import compact, conversion, layout, state_dicts
 
 Group = dict[str, Any]
@@ -33,19 +34,19 @@ class Loaded(NamedTuple):
 
 
 def checked(
-    method: str, groups: list[Group], defaults: dict[str, Any], state_dict: dict[str, Any]
+    rule: Rule, groups: list[Group], defaults: dict[str, Any], state_dict: dict[str, Any]
 ) -> Loaded:
     """Copies of the state dict's values, in the form the optimizer keeps them."""
     new_groups, new_state = state_dicts.parts(state_dict)
     saved = [_group(defaults, new) for new in new_groups]
     owner = state_dicts.owners(groups, saved)
-    _check_auto(method, groups, saved)
+    _check_auto(rule, groups, saved)
     state: State = dict(state_dicts.shared(new_state, owner, ("grad_sq_sum", "root_code")))
     checks = state_dicts.Checks()
     for key, values in new_state.items():
         if key in owner:
             param, new = owner[key]
-            state[param] = _state(method, key, param, new, values, checks)
+            state[param] = _state(rule, key, param, new, values, checks)
     checks.run()
     for group, new in zip(groups, saved, strict=True):
         new["params"] = group["params"]
@@ -103,11 +104,11 @@ def _estimate(value: Any) -> Tensor:
     )
 
 
-def _check_auto(method: str, groups: list[Group], saved: list[Group]) -> None:
+def _check_auto(rule: Rule, groups: list[Group], saved: list[Group]) -> None:
     """An estimated lr and a given one are different methods, so neither becomes the other."""
     modes = [bool(new["auto_lr"]) for new in saved]
     if any(modes):
-        options.auto_lr(method, "auto")
+        options.auto_lr(rule, "auto")
     if len(set(modes)) > 1:
         raise ValueError(
             f"the param groups of the state dict have auto_lr={modes}; it must be the same for "
@@ -126,7 +127,7 @@ def _check_auto(method: str, groups: list[Group], saved: list[Group]) -> None:
 
 
 def _state(
-    method: str,
+    rule: Rule,
     key: Any,
     param: Tensor,
     group: Group,
@@ -134,7 +135,7 @@ def _state(
     checks: state_dicts.Checks,
 ) -> dict[str, Any]:
     values = state_dicts.entries(key, values)
-    ours = {"step", *layout.all_buffers(method), *layout.CODED_NAMES}
+    ours = {"step", *layout.all_buffers(rule), *layout.CODED_NAMES}
     state = {
         name: state_dicts.carried(value, param)
         for name, value in values.items()
@@ -142,7 +143,7 @@ def _state(
     }
     if not ours & values.keys():
         return state
-    held = _checked_layout(method, key, group, values)
+    held = _checked_layout(rule, key, group, values)
     if held.is_coded:
         _check_blocks(key, param)
     step = checks.count(f"step of parameter {key!r}", sharding.local(values["step"]))
@@ -163,23 +164,23 @@ def _state(
     return state
 
 
-def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any]) -> layout.Layout:
+def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) -> layout.Layout:
     """The layout of a parameter's saved state; refuses one that lacks a buffer."""
-    held = _held(method, values)
+    held = _held(rule, values)
     if held is None or "step" not in values:
-        others = [other for other in layout.LAYOUTS if _held(other, values)]
+        others = [other for other in RULES if _held(other, values)]
         remedy = state_dicts.WHOLE if layout.CODED_NAMES & values.keys() else FOREIGN
-        if others and others[0] != method:
-            remedy = f"it is {others[0]}'s, load it there"
-        full = set(layout.full(method).buffers)
-        codes = [[*many.buffers] for many in layout.CODED_LAYOUTS[method]]
+        if others and others[0] != rule:
+            remedy = f"it is {others[0].name}'s, load it there"
+        full = set(layout.full(rule).buffers)
+        codes = [[*many.buffers] for many in layout.CODED_LAYOUTS[rule.name]]
         raise ValueError(
-            f"the state of parameter {key!r} is {sorted(map(str, values))}; {method} keeps "
-            f"{sorted(full | {'step'})} ({', '.join(full - layout.required(method)) or 'nothing'} "
+            f"the state of parameter {key!r} is {sorted(map(str, values))}; {rule.name} keeps "
+            f"{sorted(full | {'step'})} ({', '.join(full - layout.required(rule)) or 'nothing'} "
             f"may be missing), or step and with compact=True {' or '.join(map(str, codes))}: "
             f"{remedy}"
         )
-    lacks_start = not held.is_coded and held != layout.full(method)
+    lacks_start = not held.is_coded and held != layout.full(rule)
     if lacks_start and layout.has_momentum(group["momentum"]):
         raise ValueError(
             f"the state of parameter {key!r} has no initial_param, which its group's "
@@ -190,9 +191,9 @@ def _checked_layout(method: str, key: Any, group: Group, values: dict[str, Any])
     return held
 
 
-def _held(method: str, values: dict[str, Any]) -> layout.Layout | None:
+def _held(rule: Rule, values: dict[str, Any]) -> layout.Layout | None:
     """The layout that has all codes and scales among these entries."""
-    held = layout.held(method, values)
+    held = layout.held(rule, values)
     return None if held is None or layout.stray_codes(held, values) else held
 
 
@@ -207,7 +208,7 @@ def _check_blocks(key: Any, param: Any) -> None:
 
 @torch.no_grad()
 def complete(
-    method: str, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
+    rule: Rule, groups: list[Group], state: Mapping[Tensor, Any], state_dict: dict[str, Any]
 ) -> None:
     """Make of torch's state dict, in place, what is saved.
 
@@ -222,16 +223,16 @@ def complete(
     for group, packed in zip(groups, packed_groups, strict=False):
         for param, key in zip(group["params"], packed["params"], strict=False):
             own, entries = state.get(param), packed_state.get(key)
-            held = layout.held(method, own) if isinstance(own, dict) else None
+            held = layout.held(rule, own) if isinstance(own, dict) else None
             if held is None or not isinstance(entries, dict):
                 continue
             if held.is_coded and sharding.is_flattened_by_fsdp(param):
                 # FSDP gathers state tensors that have the parameter's shape, which scales have not.
-                conversion.convert(param, entries, layout.full(method), group["last_eps"])
+                conversion.convert(param, entries, layout.full(rule), group["last_eps"])
                 continue
             if held.is_coded and isinstance(entries.get(held.start), Tensor):
                 entries[held.start] = compact.as_bytes(entries[held.start], param)
-            lacks = not held.is_coded and held != layout.full(method)
+            lacks = not held.is_coded and held != layout.full(rule)
             if lacks and layout.has_momentum(group["momentum"]):
-                start = layout.recover_initial_param(param, state[param], group["last_eps"])
+                start = layout.recovered_start(rule, param, state[param], group["last_eps"])
                 entries["initial_param"] = start

@@ -12,6 +12,7 @@ from torch import Tensor
 from cubegrad import codec, rule, sharding
 from cubegrad.codec import Codes
 from cubegrad.functions import CodedFunctions
+from cubegrad.rule import MADGRAD
 from cubegrad.state import compact, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
@@ -23,7 +24,7 @@ def convert(param: Tensor, entries: Entries, to: Layout, eps: float) -> None:
 
     x and z stay where they are, as far as the new form can say so. Entries that are not ours stay.
     """
-    held = layout.held(to.method, entries)
+    held = layout.held(to.rule, entries)
     if held is None or held is to:
         return
     if isinstance(to, CodedLayout):
@@ -35,7 +36,7 @@ def convert(param: Tensor, entries: Entries, to: Layout, eps: float) -> None:
     elif isinstance(held, CodedLayout):
         new = _decoded(param, entries, held, to, eps)
     else:  # the run went without momentum until now
-        new = {"initial_param": layout.recover_initial_param(param, entries, eps)}
+        new = {"initial_param": layout.recovered_start(to.rule, param, entries, eps)}
     for name in set(held.buffers) - set(to.buffers):
         del entries[name]
     entries.update(new)
@@ -46,7 +47,7 @@ def sums(param: Tensor, entries: Mapping[str, Any], eps: float) -> Iterator[tupl
 
     Codes are decoded piece by piece.
     """
-    held, names = layout.held("madgrad", entries), ("grad_sum", "grad_sq_sum")
+    held, names = layout.held(MADGRAD, entries), layout.SUMS
     if not isinstance(held, CodedLayout):
         yield tuple(_real(entries, names))
         return
@@ -71,21 +72,21 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
     for x, *tensors in compact.row_pieces(_value(param), *old, *_real(new, to.buffers)):
         own = to.codes(tensors[count:])
         x, *state = (tensor.to(torch.float32) for tensor in (x, *tensors[:count]))
-        if to.method == "madgrad":
-            grad_sum, grad_sq_sum, *start = state
-            away = rule.displacement(CodedFunctions, eps, grad_sum, grad_sq_sum)
-            initial = start[0] if start else x + away
+        sums = dict(zip(held.buffers, state, strict=True))
+        if to.rule.pulls:
+            away = rule.displacement(CodedFunctions, to.rule, eps, sums)
+            initial = sums.get("initial_param", x + away)
             z = initial - away
             _store_initial(own, initial)
         else:
-            grad_sq_sum, z = state
+            z = sums["z"]
         old_codes = compact.codes_in_blocks(own)
-        root = CodedFunctions.cbrt(grad_sq_sum)
+        root = rule.root(CodedFunctions, to.rule, sums["grad_sq_sum"])
         offset: tuple[Any, Any] = (None, None)
         if own.offset is not None:
             away_from_x = compact.blocks(z - x)
             offset = codec.encode_integers(CodedFunctions, away_from_x, codec.LARGEST_OFFSET)
-        codes = codec.encode(CodedFunctions, offset, compact.blocks(root), old_codes)
+        codes = codec.encode(CodedFunctions, to.rule, offset, compact.blocks(root), old_codes)
         for code, target in zip(codes, own, strict=True):
             if target is not None:
                 target.copy_(compact.joined(code, target.shape))
@@ -121,9 +122,10 @@ def _sums_of_codes(
     values = codec.decode(CodedFunctions, compact.codes_in_blocks(held.codes(buffers)))
     x = compact.blocks(param.to(torch.float32))
     z = x if values.offset is None else x + values.offset
-    grad_sq_sum = values.root * values.root * values.root
-    if values.initial is None:
+    grad_sq_sum = rule.power(held.rule, values.root)
+    if not held.rule.pulls:
         return {"grad_sq_sum": grad_sq_sum, "z": z}
+    assert values.initial is not None
     initial = torch.where(values.root == 0, z, values.initial)
     grad_sum = (initial - z) * (values.root + eps)  # s = (x_0 - z) (∛ν + ε)
     return {"grad_sum": grad_sum, "grad_sq_sum": grad_sq_sum, "initial_param": initial}

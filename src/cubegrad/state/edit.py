@@ -5,7 +5,7 @@ lengthen d: a weight that is clipped at every step would be pulled ever harder. 
 that goes back towards x_0 shortens d, and with it s = d (∛ν + ε). The rest moves x_0. ν and the
 step count stay.
 
-In the mirror form z is kept, and moves. Codes have z - x, so there only x_0 may have to move.
+Without a pull z is kept, and moves. Codes have z - x, so there only x_0 may have to move.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cubegrad import codec, rule, sharding
 from cubegrad.functions import CodedFunctions, TorchFunctions
+from cubegrad.rule import Rule
 from cubegrad.state import compact, conversion, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
@@ -46,7 +47,7 @@ class Edit:
         return torch.where(self.is_finite, part, away)
 
     def start(self, start: Tensor, back: Tensor | float) -> Tensor:
-        """x_0, or z in the mirror form, after the edit; exact where no step has moved x yet."""
+        """x_0, or z without a pull, after the edit; exact where no step has moved x yet."""
         if not self.keeps_momentum:
             return torch.where(self.moved, self.new, start)
         anew = (start == self.old) & (back == 0) | ~self.is_finite
@@ -69,7 +70,7 @@ def value(param: Tensor) -> Tensor:
 
 def is_concerned(held: Layout) -> bool:
     """Whether the state has anything that an edit changes."""
-    return held.method == "madgrad" or "z" in held.buffers or "offset_code" in held.buffers
+    return held.rule.pulls or "z" in held.buffers or "offset_code" in held.buffers
 
 
 def moved_params(old: Mapping[Tensor, Tensor], keeps_momentum: bool) -> set[Tensor]:
@@ -99,7 +100,8 @@ def agreement(x: Tensor, entries: dict[str, Any], eps: float) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for whole in conversion.sums(x, entries, eps):
         for grad_sum, grad_sq_sum in _pieces(*whole):
-            away = rule.displacement(TorchFunctions, eps, grad_sum, grad_sq_sum)
+            sums = {"grad_sum": grad_sum, "grad_sq_sum": grad_sq_sum}
+            away = rule.displacement(TorchFunctions, rule.MADGRAD, eps, sums)
             total += TorchFunctions.total((grad_sum * away).nan_to_num(0.0, 0.0, 0.0)).to(total)
     return total
 
@@ -120,17 +122,17 @@ def follow(
     for before, after, *own in _pieces(*values, *buffers):
         edit = Edit(before.to(own[0]), after.to(own[0]), momentum)
         state = dict(zip(held.buffers, own, strict=True))
-        if held.method == "madgrad":
-            _follow_in_sums(edit, state, eps)
+        if held.rule.pulls:
+            _follow_in_sums(edit, held.rule, state, eps)
         else:
             state["z"].copy_(edit.start(state["z"], back=0.0))
 
 
-def _follow_in_sums(edit: Edit, state: Mapping[str, Tensor], eps: float) -> None:
+def _follow_in_sums(edit: Edit, used: Rule, state: Mapping[str, Tensor], eps: float) -> None:
     grad_sum, start = state["grad_sum"], state.get("initial_param")
     back: Tensor | float = 0.0
     if edit.keeps_momentum:
-        away = rule.displacement(TorchFunctions, eps, grad_sum, state["grad_sq_sum"])  # d
+        away = rule.displacement(TorchFunctions, used, eps, state)  # d
         back = edit.back(away)
         # A product, as torch.where takes 30 times as long on a CPU if its condition is random.
         grad_sum.mul_(1 - (back / away).nan_to_num(0.0))

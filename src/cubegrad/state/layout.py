@@ -1,4 +1,4 @@
-"""Which buffers a method keeps for a parameter, and in which form.
+"""Which buffers a rule needs for a parameter, and in which form.
 
 A `Layout` answers every question about them: their names and order, whether x_0 is among them,
 which one starts as a copy of the parameter. Other rooms pass it along with the tensors and ask it,
@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cubegrad import rule, sharding
+from cubegrad import sharding
 from cubegrad.codec import Codes
 from cubegrad.functions import TorchFunctions
+from cubegrad.rule import RULES, Rule, recover_initial_param
 from cubegrad.state import compact
 
 
 class Layout(NamedTuple):
     """What is kept for a parameter beside its step count."""
 
-    method: str  # the function of rule.py that updates it
-    buffers: tuple[str, ...]  # in the order in which that function takes them
+    rule: Rule  # that updates it
+    buffers: tuple[str, ...]
     start: str | None  # the buffer that starts as a copy of the parameter; the others start at 0
 
     @property
@@ -69,7 +70,7 @@ class Layout(NamedTuple):
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """The coordinates at which no step has had a weight, as far as the state shows."""
-        if not self.keeps_initial_param:  # ν of the mirror form grows at any lr; there z moves
+        if not self.rule.pulls:  # z is the start itself, and moves
             return torch.ones((), dtype=torch.bool, device=sharding.local(entries["z"]).device)
         shards = [sharding.local(entries[name]) == 0 for name in ("grad_sum", "grad_sq_sum")]
         return torch.logical_and(*shards)
@@ -154,39 +155,43 @@ class CodedLayout(Layout):
         return sharding.like(shard, param, self.whole_shape(name, param))
 
 
-MADGRAD = Layout("madgrad", ("grad_sum", "grad_sq_sum", "initial_param"), "initial_param")
-MADGRAD_WITHOUT_START = Layout("madgrad", ("grad_sum", "grad_sq_sum"), None)
-MIRROR_MADGRAD = Layout("mirror_madgrad", ("grad_sq_sum", "z"), "z")
-_OFFSET, _ROOT = ("offset_code", "offset_scale"), ("root_code", "root_scale")
-_INITIAL = ("initial_code", "initial_scale")
-CODED_MADGRAD = CodedLayout("madgrad", (*_OFFSET, *_ROOT, *_INITIAL), "initial_code")
-CODED_MADGRAD_WITHOUT_MOMENTUM = CodedLayout("madgrad", (*_ROOT, *_INITIAL), "initial_code")
-CODED_MIRROR = CodedLayout("mirror_madgrad", (*_OFFSET, *_ROOT), None)
-CODED_MIRROR_WITHOUT_MOMENTUM = CodedLayout("mirror_madgrad", _ROOT, None)
-# The layouts of each method, the one with the most buffers first.
-LAYOUTS = {"madgrad": (MADGRAD, MADGRAD_WITHOUT_START), "mirror_madgrad": (MIRROR_MADGRAD,)}
-CODED_LAYOUTS = {
-    "madgrad": (CODED_MADGRAD, CODED_MADGRAD_WITHOUT_MOMENTUM),
-    "mirror_madgrad": (CODED_MIRROR, CODED_MIRROR_WITHOUT_MOMENTUM),
-}
-
-CODED_NAMES = frozenset(name for many in CODED_LAYOUTS.values() for name in many[0].buffers)
+SUMS = ("grad_sum", "grad_sq_sum")
+OFFSET, ROOT = ("offset_code", "offset_scale"), ("root_code", "root_scale")
+INITIAL = ("initial_code", "initial_scale")
+CODED_NAMES = frozenset((*OFFSET, *ROOT, *INITIAL))
 
 
-def full(method: str, coded: bool = False) -> Layout:
-    """The layout with every buffer that the method may keep, in codes or not."""
-    return (CODED_LAYOUTS if coded else LAYOUTS)[method][0]
+def _layouts(rule: Rule) -> tuple[Layout, ...]:
+    if not rule.pulls:
+        return (Layout(rule, ("grad_sq_sum", "z"), "z"),)
+    return Layout(rule, (*SUMS, "initial_param"), "initial_param"), Layout(rule, SUMS, None)
 
 
-def required(method: str) -> frozenset[str]:
-    """The buffers that the method keeps in every layout."""
-    return frozenset.intersection(*(frozenset(layout.buffers) for layout in LAYOUTS[method]))
+def _coded_layouts(rule: Rule) -> tuple[CodedLayout, ...]:
+    rest = (*ROOT, *INITIAL) if rule.pulls else ROOT
+    start = "initial_code" if rule.pulls else None
+    return CodedLayout(rule, (*OFFSET, *rest), start), CodedLayout(rule, rest, start)
 
 
-def all_buffers(method: str) -> frozenset[str]:
-    """The names of every buffer that the method keeps in some layout."""
-    layouts = (*LAYOUTS[method], *CODED_LAYOUTS[method])
-    return frozenset(name for layout in layouts for name in layout.buffers)
+# The layouts of each rule by its name, the one with the most buffers first.
+LAYOUTS = {rule.name: _layouts(rule) for rule in RULES}
+CODED_LAYOUTS = {rule.name: _coded_layouts(rule) for rule in RULES}
+
+
+def full(rule: Rule, coded: bool = False) -> Layout:
+    """The layout with every buffer that the rule may need, in codes or not."""
+    return (CODED_LAYOUTS if coded else LAYOUTS)[rule.name][0]
+
+
+def required(rule: Rule) -> frozenset[str]:
+    """The buffers that the rule has in every layout without codes."""
+    return frozenset.intersection(*(frozenset(layout.buffers) for layout in LAYOUTS[rule.name]))
+
+
+def all_buffers(rule: Rule) -> frozenset[str]:
+    """The names of every buffer that the rule has in some layout."""
+    every = (*LAYOUTS[rule.name], *CODED_LAYOUTS[rule.name])
+    return frozenset(name for layout in every for name in layout.buffers)
 
 
 def stray_codes(held: Layout, entries: Iterable[str]) -> frozenset[str]:
@@ -199,7 +204,7 @@ def has_momentum(momentum: float | Tensor) -> bool:
     return isinstance(momentum, Tensor) or momentum != 0
 
 
-def needed(method: str, group: Mapping[str, Any], param: Tensor) -> Layout:
+def needed(rule: Rule, group: Mapping[str, Any], param: Tensor) -> Layout:
     """The smallest layout for this parameter in a step with its group's options.
 
     Without momentum x is z. Then z - x need not be kept, and x_0 can be recovered from x and the
@@ -208,15 +213,13 @@ def needed(method: str, group: Mapping[str, Any], param: Tensor) -> Layout:
     """
     momentum = has_momentum(group["momentum"])
     if group["compact"] and compact.is_coded(param):
-        return CODED_LAYOUTS[method][0 if momentum else -1]
-    if momentum or is_half(param):
-        return LAYOUTS[method][0]
-    return LAYOUTS[method][-1]
+        return CODED_LAYOUTS[rule.name][0 if momentum else -1]
+    return LAYOUTS[rule.name][0 if momentum or is_half(param) else -1]
 
 
-def held(method: str, entries: Container[str]) -> Layout | None:
+def held(rule: Rule, entries: Container[str]) -> Layout | None:
     """The layout of a state with these entries; None if no layout fits."""
-    for layout in (*LAYOUTS[method], *CODED_LAYOUTS[method]):
+    for layout in (*LAYOUTS[rule.name], *CODED_LAYOUTS[rule.name]):
         if all(name in entries for name in layout.buffers):
             return layout
     return None
@@ -251,10 +254,10 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def recover_initial_param(param: Tensor, state: dict[str, Any], eps: float) -> Tensor:
+def recovered_start(rule: Rule, param: Tensor, entries: Mapping[str, Any], eps: float) -> Tensor:
     """x_0 of a parameter that was stepped without momentum up to now."""
     # Copies, since autograd may keep them while the step overwrites the originals.
-    shards = map(sharding.local, (param, state["grad_sum"], state["grad_sq_sum"]))
-    x, *sums = (as_real(shard).clone() for shard in shards)
-    start = rule.recover_initial_param(TorchFunctions, eps, x, *sums)
+    x = as_real(sharding.local(param)).clone()
+    sums = {name: as_real(sharding.local(entries[name])).clone() for name in SUMS}
+    start = recover_initial_param(TorchFunctions, rule, eps, x, sums)
     return sharding.like(torch.view_as_complex(start) if param.is_complex() else start, param)

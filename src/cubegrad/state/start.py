@@ -1,4 +1,4 @@
-"""Where a run starts: x_0, or z in the mirror form, is the parameter before the first real step.
+"""Where a run starts: x_0, or z without a pull, is the parameter before the first real step.
 
 A step at lr 0 gives its gradient no weight. torch.distributed.checkpoint and others make one only
 to have the state allocated, and load the weights afterwards. So until a step has had a weight, x_0
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import sharding
+from cubegrad.rule import Rule
 from cubegrad.state import layout
 from cubegrad.state.layout import Layout
 
@@ -37,7 +38,7 @@ class Mark(NamedTuple):
     """How a step left a parameter and its start; sums show whether they have changed since."""
 
     start: Tensor  # the very object
-    start_sum: Tensor  # before the step: in the mirror form a weight moves it
+    start_sum: Tensor  # before the step: a step with a weight moves a z
     param_sum: Tensor | None  # after the step; None in a compiled one
 
 
@@ -48,13 +49,13 @@ class Starts:
         self.open: dict[Tensor, Mark] = {}
 
     @classmethod
-    def of_loaded(cls, method: str, state: Mapping[Any, Any]) -> "Starts":
+    def of_loaded(cls, rule: Rule, state: Mapping[Any, Any]) -> "Starts":
         """The parameters of a loaded state whose start is still their value."""
         starts = cls()
         for param, entries in state.items():
             if not isinstance(param, Tensor) or param.is_meta or not isinstance(entries, dict):
                 continue
-            held = layout.held(method, entries)
+            held = layout.held(rule, entries)
             if held is None or held.start is None:
                 continue
             if bool(held.unweighted(entries).all()) and _is_start(held, entries, param):

@@ -133,13 +133,13 @@ TARGET INLINE void NAME(decode)(struct NAME(block) *restrict b, const struct cod
 }
 
 TARGET INLINE void NAME(encode)(struct NAME(block) *restrict b, const struct coded_row *restrict row,
-                                float_at *x, struct NAME(constants) h, uint32_t low_bit,
-                                int64_t q, int64_t at, int64_t n, int64_t wide)
+                                float_at *x, struct NAME(constants) h, int never_falls,
+                                uint32_t low_bit, int64_t q, int64_t at, int64_t n, int64_t wide)
 {
     float_at *offset_scale = row->offset_scale, *root_scale = row->root_scale;
     float_at *initial_scale = row->initial_scale;
-    /* MADGRAD's roots never fall, so that a scale which falls could only be rounding. */
-    float least = row->initial ? root_scale[q] : 0;
+    /* Where roots never fall, a scale which falls could only be rounding. */
+    float least = never_falls ? root_scale[q] : 0;
     root_scale[q] =
         NAME(encode_roots)(b->root, b->bits, low_bit, b->codes, row->root + at, least, n, wide);
     if (row->offset)
@@ -156,9 +156,11 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
     const struct coded_row *row = &job->coded_rows[index];
     struct NAME(constants) h = NAME(constants_of)(job, *row->step);
     int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
+    struct rule rule = RULES[job->rule];
+    int never_falls = rule.squares == WEIGHTED;
     /* With a larger eps every denominator can be inverted; MirrorMADGRAD's is 0 by default. */
-    plain = plain && (job->method == MIRROR_MADGRAD || h.eps > 2 * FLT_MIN);
-    NAME(block_function) *step = NAME(STEP_BLOCK)[job->method][job->param][plain];
+    plain = plain && (!rule.pulls || h.eps > 2 * FLT_MIN);
+    NAME(block_function) *step = NAME(STEP_BLOCK)[job->rule][job->param][plain];
     uint32_t seed = (uint32_t)row->first + NAME(mixed)((uint32_t)(int32_t)*row->step);
     int64_t each = (row->length + BLOCK - 1) / BLOCK;
     int64_t from = begin % each * BLOCK, at = begin / each * row->length + from, n;
@@ -181,9 +183,9 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
         float_at *taking = job->param == SINGLE ? param : NULL;
         if (n == BLOCK)
-            NAME(encode)(&b, row, taking, h, low_bit, q, at, BLOCK, BLOCK);
+            NAME(encode)(&b, row, taking, h, never_falls, low_bit, q, at, BLOCK, BLOCK);
         else
-            NAME(encode)(&b, row, taking, h, low_bit, q, at, n, wide);
+            NAME(encode)(&b, row, taking, h, never_falls, low_bit, q, at, n, wide);
         if (param == b.x)
             NAME(write)(&x, b.x, b.raw);
         if (sums && (q + 1 == end || (q - begin) % (FOLD / BLOCK) == FOLD / BLOCK - 1))

@@ -46,17 +46,31 @@ TARGET INLINE void NAME(decode_initial)(float *restrict x0, const char *restrict
         x0[i] *= scale;
 }
 
-/* ν_{k+1} */
-TARGET INLINE float NAME(sq_sum)(enum method method, struct NAME(constants) h, float g, float r)
+/* ∛ν for a normal ν. */
+TARGET INLINE float NAME(short_root)(struct rule rule, float v)
 {
-    float cube = r * r * r;
-    return method == MADGRAD ? NAME(fused)(g * h.weight, g, cube) : cube * h.fade + g * g;
+    (void)rule; /* of which there is no other root yet */
+    return NAME(short_cbrt)(v);
+}
+
+/* ν, whose root this is. */
+TARGET INLINE float NAME(power)(struct rule rule, float r)
+{
+    (void)rule;
+    return r * r * r;
+}
+
+/* ν_{k+1} */
+TARGET INLINE float NAME(sq_sum)(struct rule rule, struct NAME(constants) h, float g, float r)
+{
+    float v = NAME(power)(rule, r);
+    return rule.squares == WEIGHTED ? NAME(fused)(g * h.weight, g, v) : v * h.fade + g * g;
 }
 
 /* r_{k+1}, and the random bits, whose integer arithmetic runs beside that of the roots. A ν that is
-   infinite may get a NaN: then MADGRAD's z is one either way. Returns the bits of the smallest ν
+   infinite may get a NaN with a pull: then z is one either way. Returns the bits of the smallest ν
    but 0, less 1, and puts those of the largest into `most`. */
-TARGET INLINE uint32_t NAME(new_roots)(enum method method, int plain, struct NAME(constants) h,
+TARGET INLINE uint32_t NAME(new_roots)(struct rule rule, int plain, struct NAME(constants) h,
                                        int64_t n, const float_at *restrict param,
                                        const float_at *restrict grad, const float *restrict r,
                                        float *restrict root, uint32_t *restrict bits,
@@ -64,36 +78,37 @@ TARGET INLINE uint32_t NAME(new_roots)(enum method method, int plain, struct NAM
 {
     uint32_t least = UINT32_MAX, largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(method, h, g, r[i]);
-        float new = NAME(short_cbrt)(v);
+        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
+        float new = NAME(short_root)(rule, v);
         uint32_t lower = bits_of(v) - 1;
         least = lower < least ? lower : least;
         largest = bits_of(v) > largest ? bits_of(v) : largest;
         bits[i] = NAME(mixed)(first + (uint32_t)i);
-        if (method == MADGRAD) /* not changed by rounding alone */
-            root[i] = g * h.weight == 0 ? r[i] : new;
-        else
-            root[i] = v < (float)INFINITY ? new : v;
+        if (!rule.pulls)
+            new = v < (float)INFINITY ? new : v;
+        if (rule.squares == WEIGHTED) /* not changed by rounding alone */
+            new = g * h.weight == 0 ? r[i] : new;
+        root[i] = new;
     }
     *most = largest;
     return least;
 }
 
-/* The roots that `short_cbrt` cannot take, those of subnormal numbers. */
-TARGET static void NAME(small_roots)(enum method method, struct NAME(constants) h, int64_t n,
+/* The roots that `short_root` cannot take, those of subnormal numbers. */
+TARGET static void NAME(small_roots)(struct rule rule, struct NAME(constants) h, int64_t n,
                                      const float_at *restrict param, const float_at *restrict grad,
                                      const float *restrict r, float *restrict root)
 {
     const int plain = 0;
     for (int64_t i = 0; i < n; i++) {
-        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(method, h, g, r[i]);
-        if (v < FLT_MIN && (method == MIRROR_MADGRAD || g * h.weight != 0))
-            root[i] = NAME(cbrt)(v);
+        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
+        if (v < FLT_MIN && (rule.squares != WEIGHTED || g * h.weight != 0))
+            root[i] = NAME(root)(rule, v);
     }
 }
 
-/* x_{k+1} and m_{k+1} = z_{k+1} - x_{k+1}, as rule.madgrad_from_root and its mirror form have them. */
-TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain, int asking,
+/* x_{k+1} and m_{k+1} = z_{k+1} - x_{k+1}, as rule.step_from_root has them. */
+TARGET INLINE void NAME(from_root)(struct rule rule, enum kind kind, int plain, int asking,
                                    struct NAME(constants) h, int64_t n, float_at *restrict param,
                                    const float_at *restrict grad, float *restrict m,
                                    const float *restrict r, const float *restrict x0,
@@ -105,13 +120,13 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
     for (int64_t i = 0; i < n; i++) {
         float p = param[i], x = SHRUNK(p), offset = SHRUNK(m[i]);
         float weighted = EFFECTIVE(grad[i], p) * h.weight, move = weighted, away = 0;
-        if (method == MADGRAD) {
+        if (rule.pulls) {
             away = SHRUNK(x0[i]) - x - offset;
             away = r[i] == 0 ? 0 : away; /* d_k = x_0 - z_k */
             move = weighted - away * (root[i] - r[i]);
         }
         float inverse = 1 / (root[i] + h.eps);
-        if (!plain || method == MIRROR_MADGRAD)
+        if (!plain || !rule.pulls)
             inverse = inverse == (float)INFINITY ? 0 : inverse;
         move = move * inverse + 0;   /* z_k - z_{k+1} */
         float ahead = move - offset; /* x_k - z_{k+1} */
@@ -129,7 +144,7 @@ TARGET INLINE void NAME(from_root)(enum method method, enum kind kind, int plain
 }
 
 /* n numbers of a block from one on; n is a multiple of LANES, here and in what it calls. */
-TARGET INLINE void NAME(step_part)(enum method method, enum kind kind, int plain,
+TARGET INLINE void NAME(step_part)(struct rule rule, enum kind kind, int plain,
                                    struct NAME(constants) h, int64_t from, int64_t n, float_at *x,
                                    const float_at *g, struct NAME(block) *b, uint32_t first,
                                    struct NAME(lanes) *lanes)
@@ -137,61 +152,61 @@ TARGET INLINE void NAME(step_part)(enum method method, enum kind kind, int plain
     float *m = b->m + from, *r = b->r + from, *x0 = b->x0 + from, *root = b->root + from;
     uint32_t *bits = b->bits + from;
     x += from, g += from, first += (uint32_t)from;
-    uint32_t most, least = NAME(new_roots)(method, plain, h, n, x, g, r, root, bits, first, &most);
+    uint32_t most, least = NAME(new_roots)(rule, plain, h, n, x, g, r, root, bits, first, &most);
     if (least < bits_of(FLT_MIN) - 1)
-        NAME(small_roots)(method, h, n, x, g, r, root);
-    if (method == MIRROR_MADGRAD || !lanes)
-        NAME(from_root)(method, kind, plain, 0, h, n, x, g, m, r, x0, root, bits, NULL);
+        NAME(small_roots)(rule, h, n, x, g, r, root);
+    if (!rule.pulls || !lanes)
+        NAME(from_root)(rule, kind, plain, 0, h, n, x, g, m, r, x0, root, bits, NULL);
     else if (most < bits_of(INFINITY))
         for (int64_t i = 0; i < n; i += LANES)
-            NAME(from_root)(method, kind, plain, 0, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
+            NAME(from_root)(rule, kind, plain, 0, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
                             root + i, bits + i, lanes);
     else
         for (int64_t i = 0; i < n; i += LANES)
-            NAME(from_root)(method, kind, plain, 1, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
+            NAME(from_root)(rule, kind, plain, 1, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
                             root + i, bits + i, lanes);
 }
 
 /* A whole block half by half, and here as in `step_blocks` with constants for the lengths: the
    loops are unrolled, and the next begins before the last has ended. It saves 7 % of a step. */
-TARGET INLINE void NAME(step_block)(enum method method, enum kind kind, int plain,
+TARGET INLINE void NAME(step_block)(struct rule rule, enum kind kind, int plain,
                                     struct NAME(constants) h, int64_t n, float_at *x,
                                     const float_at *g, struct NAME(block) *b, uint32_t first,
                                     struct NAME(lanes) *lanes)
 {
     if (plain && n == BLOCK && !lanes)
         for (int64_t i = 0; i < BLOCK; i += BLOCK / 2)
-            NAME(step_part)(method, kind, plain, h, i, BLOCK / 2, x, g, b, first, NULL);
+            NAME(step_part)(rule, kind, plain, h, i, BLOCK / 2, x, g, b, first, NULL);
     else
-        NAME(step_part)(method, kind, plain, h, 0, n & -LANES, x, g, b, first, lanes);
+        NAME(step_part)(rule, kind, plain, h, 0, n & -LANES, x, g, b, first, lanes);
 }
 
 typedef void NAME(block_function)(struct NAME(constants), int64_t, float_at *, const float_at *,
                                   struct NAME(block) *, uint32_t, struct NAME(lanes) *);
 
-#define FOR_CASE(name, method, kind, plain)                                                        \
+#define FOR_CASE(name, kind, plain, ...)                                                           \
     TARGET static void NAME(name)(struct NAME(constants) h, int64_t n, float_at *x,                \
                                   const float_at *g, struct NAME(block) *b, uint32_t first,        \
                                   struct NAME(lanes) *lanes)                                       \
     {                                                                                              \
-        NAME(step_block)(method, kind, plain, h, n, x, g, b, first, lanes);                        \
+        const struct rule rule = {__VA_ARGS__};                                                    \
+        NAME(step_block)(rule, kind, plain, h, n, x, g, b, first, lanes);                          \
     }
-#define FOR_KIND(name, method, kind)                                                               \
-    FOR_CASE(name##_##kind, method, kind, 0)                                                       \
-    FOR_CASE(name##_##kind##_plain, method, kind, 1)
-FOR_KIND(codes, MADGRAD, HALF)
-FOR_KIND(codes, MADGRAD, BFLOAT16)
-FOR_KIND(codes, MADGRAD, SINGLE)
-FOR_KIND(mirror_codes, MIRROR_MADGRAD, HALF)
-FOR_KIND(mirror_codes, MIRROR_MADGRAD, BFLOAT16)
-FOR_KIND(mirror_codes, MIRROR_MADGRAD, SINGLE)
+#define FOR_KIND(name, kind, ...)                                                                  \
+    FOR_CASE(name##_##kind, kind, 0, __VA_ARGS__)                                                  \
+    FOR_CASE(name##_##kind##_plain, kind, 1, __VA_ARGS__)
+#define FOR_RULE(name, ...)                                                                        \
+    FOR_KIND(codes_##name, HALF, __VA_ARGS__)                                                      \
+    FOR_KIND(codes_##name, BFLOAT16, __VA_ARGS__)                                                  \
+    FOR_KIND(codes_##name, SINGLE, __VA_ARGS__)
+FOR_EACH_RULE(FOR_RULE)
+#undef FOR_RULE
 #undef FOR_KIND
 #undef FOR_CASE
 
 #define BOTH(name) {NAME(name), NAME(name##_plain)}
-static NAME(block_function) *const NAME(STEP_BLOCK)[][3][2] = {
-    [MADGRAD] = {BOTH(codes_HALF), BOTH(codes_BFLOAT16), BOTH(codes_SINGLE)},
-    [MIRROR_MADGRAD] = {BOTH(mirror_codes_HALF), BOTH(mirror_codes_BFLOAT16),
-                        BOTH(mirror_codes_SINGLE)},
-};
+#define OF_RULE(name, ...)                                                                         \
+    [name] = {BOTH(codes_##name##_HALF), BOTH(codes_##name##_BFLOAT16), BOTH(codes_##name##_SINGLE)},
+static NAME(block_function) *const NAME(STEP_BLOCK)[][3][2] = {FOR_EACH_RULE(OF_RULE)};
+#undef OF_RULE
 #undef BOTH

@@ -11,13 +11,14 @@ from cubegrad.backends import fused
 from cubegrad.backends.batch import Batch
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
+from cubegrad.rule import FADING, WEIGHTED, Rule
 
 if tensors.native is None:
     raise ImportError(tensors.missing)
 
 NAME = "cpu"
 FUSED = True
-METHODS = {"madgrad": 0, "mirror_madgrad": 1}
+SQUARES = (WEIGHTED, FADING)  # as the enum of step.h names them
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES = 4  # the kind of a state in codes
 LEVELS = ("baseline", "avx2", "avx512")
@@ -40,7 +41,7 @@ class Launch:
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
         param, grad, _, buffers, _ = batch.rows[0]
         state = CODES if is_coded else KINDS[buffers[0].dtype]
-        self.kinds = (METHODS[batch.layout.method], KINDS[param.dtype], KINDS[grad.dtype], state)
+        self.kinds = (_index(batch.layout.rule), KINDS[param.dtype], KINDS[grad.dtype], state)
         self.at_random = batch.rounds(param)
 
     def table(self, grads: bytes) -> tuple[bytes, bool]:
@@ -66,6 +67,13 @@ class Launch:
             sums = h.sums.data_ptr()
         how = (self.at_random, LEVEL, torch.get_num_threads(), sums)
         tensors.native.step(self.rows, self.starts, table, numbers, *self.kinds, *how)
+
+
+def _index(rule: Rule) -> int:
+    """The rule's place among those that step.h has loops for."""
+    fields = (rule.root, rule.growth_root, SQUARES.index(rule.squares), rule.pulls)
+    index: int = tensors.native.RULES.index(fields)
+    return index
 
 
 checked = fused.checked

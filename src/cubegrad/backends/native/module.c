@@ -38,7 +38,7 @@ static PyObject *any_within(PyObject *self, PyObject *args)
 }
 
 PyDoc_STRVAR(step_doc,
-             "step(rows, starts, grads, numbers, method, param, grad, state, at_random, level,\n"
+             "step(rows, starts, grads, numbers, rule, param, grad, state, at_random, level,\n"
              "     threads, sums)\n\n"
              "One step over all rows, as step.h lays them out. `sums` is the address of three\n"
              "doubles, to which those of distance.step_sums are added, or 0. Who calls answers for the\n"
@@ -48,23 +48,23 @@ static PyObject *step(PyObject *self, PyObject *args)
 {
     (void)self;
     Py_buffer rows, starts, grads, numbers;
-    int method, param, grad, state, at_random, level, threads, result = 0;
+    int rule, param, grad, state, at_random, level, threads, result = 0;
     unsigned long long sums;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiiiiK", &rows, &starts, &grads, &numbers, &method,
+    if (!PyArg_ParseTuple(args, "y*y*y*y*iiiiiiiK", &rows, &starts, &grads, &numbers, &rule,
                           &param, &grad, &state, &at_random, &level, &threads, &sums))
         return NULL;
     int64_t count = grads.len / (int64_t)sizeof(void *);
     int64_t row_size = state == CODES ? sizeof(struct coded_row) : sizeof(struct row);
     int sound = count > 0 && rows.len == count * row_size &&
                 starts.len == (count + 1) * (int64_t)sizeof(int64_t) &&
-                numbers.len == sizeof(struct numbers) && (unsigned)method <= MIRROR_MADGRAD &&
+                numbers.len == sizeof(struct numbers) && (unsigned)rule < RULE_COUNT &&
                 (unsigned)param <= DOUBLE && (unsigned)grad <= DOUBLE &&
                 state >= SINGLE && state <= CODES &&
                 (param == (state == CODES ? SINGLE : state) || param < SINGLE) &&
                 (!at_random || (param < SINGLE && state == SINGLE)) &&
-                level >= 0 && level <= (int)best_level() && (sums == 0 || method == MADGRAD);
+                level >= 0 && level <= (int)best_level() && (sums == 0 || RULES[rule].pulls);
     if (sound) {
-        struct job job = {rows.buf, rows.buf, starts.buf, grads.buf, count, .method = method,
+        struct job job = {rows.buf, rows.buf, starts.buf, grads.buf, count, .rule = rule,
                           .param = param, .grad = grad, .state = state, .at_random = at_random,
                           .level = level, .sums = (double *)(uintptr_t)sums};
         memcpy(&job.numbers, numbers.buf, sizeof job.numbers);
@@ -117,6 +117,20 @@ static PyMethodDef METHODS[] = {
 static struct PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1, .m_methods = METHODS};
 
+/* A tuple of the fields of each rule. */
+static PyObject *rules(void)
+{
+    PyObject *all = PyTuple_New(RULE_COUNT);
+    for (Py_ssize_t i = 0; all != NULL && i < RULE_COUNT; i++) {
+        const struct rule *rule = &RULES[i];
+        PyObject *fields =
+            Py_BuildValue("(iiii)", rule->root, rule->growth_root, (int)rule->squares, rule->pulls);
+        if (fields == NULL || PyTuple_SetItem(all, i, fields) < 0)
+            Py_CLEAR(all);
+    }
+    return all;
+}
+
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&MODULE);
@@ -124,7 +138,8 @@ PyMODINIT_FUNC PyInit__native(void)
         return NULL;
     if (init_torch() < 0 || PyModule_AddFunctions(module, TORCH_METHODS) < 0 ||
         PyModule_AddFunctions(module, TENSOR_METHODS) < 0 ||
-        PyModule_AddIntConstant(module, "BEST_LEVEL", (long)best_level()) < 0) {
+        PyModule_AddIntConstant(module, "BEST_LEVEL", (long)best_level()) < 0 ||
+        PyModule_AddObject(module, "RULES", rules()) < 0) {
         Py_DECREF(module);
         return NULL;
     }

@@ -29,22 +29,22 @@ TARGET INLINE void NAME(update_averaged)(int plain, int asking, struct NAME(cons
 {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        NAME(madgrad)(plain, asking, h, LANES, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
+        NAME(pull)(plain, asking, h, LANES, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
                       lanes);
-    NAME(madgrad)(plain, asking, h, n - i, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
+    NAME(pull)(plain, asking, h, n - i, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
 }
 
-TARGET INLINE void NAME(with_momentum)(int plain, struct NAME(constants) h, int64_t n,
-                                       struct NAME(chunk) t, struct NAME(lanes) *lanes)
+TARGET INLINE void NAME(with_momentum)(int plain, struct rule rule, struct NAME(constants) h,
+                                       int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
 {
     REAL root[CHUNK];
     BITS most[LANES] = {0}, *own = lanes ? most : NULL, largest = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         NAME(prefetch)(t, i);
-        NAME(add_squares)(plain, h, LANES, t.param + i, t.grad + i, t.b + i, root + i, own);
+        NAME(add_squares)(plain, rule, h, LANES, t.param + i, t.grad + i, t.b + i, root + i, own);
     }
-    NAME(add_squares)(plain, h, n - i, t.param + i, t.grad + i, t.b + i, root + i, own);
+    NAME(add_squares)(plain, rule, h, n - i, t.param + i, t.grad + i, t.b + i, root + i, own);
     for (int j = 0; j < LANES; j++)
         largest = most[j] > largest ? most[j] : largest;
     if (lanes && largest >= NAME(to_bits)((REAL)INFINITY))
@@ -53,36 +53,34 @@ TARGET INLINE void NAME(with_momentum)(int plain, struct NAME(constants) h, int6
         NAME(update_averaged)(plain, 0, h, n, t, root, lanes);
 }
 
-/* n elements from one on, without x_0 or in the mirror form. */
-TARGET INLINE void NAME(update_part)(int plain, enum method method, struct NAME(constants) h, int64_t i,
+/* n elements from one on, without x_0 or without a pull. */
+TARGET INLINE void NAME(update_part)(int plain, struct rule rule, struct NAME(constants) h, int64_t i,
                                      int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
 {
-    if (method == MIRROR_MADGRAD)
-        NAME(mirror_madgrad)(plain, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
+    if (rule.pulls)
+        NAME(pull_without_start)(plain, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
     else
-        NAME(without_momentum)(plain, h, n, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
+        NAME(move)(plain, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
 }
 
-TARGET INLINE void NAME(update)(int plain, enum method method, struct NAME(constants) h, int64_t n,
+TARGET INLINE void NAME(update)(int plain, struct rule rule, struct NAME(constants) h, int64_t n,
                                 struct NAME(chunk) t, struct NAME(lanes) *lanes)
 {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         NAME(prefetch)(t, i);
-        NAME(update_part)(plain, method, h, i, LANES, t, lanes);
+        NAME(update_part)(plain, rule, h, i, LANES, t, lanes);
     }
-    NAME(update_part)(plain, method, h, i, n - i, t, lanes);
+    NAME(update_part)(plain, rule, h, i, n - i, t, lanes);
 }
 
-TARGET INLINE void NAME(update_chunk)(int plain, enum method method, struct NAME(constants) h,
+TARGET INLINE void NAME(update_chunk)(int plain, struct rule rule, struct NAME(constants) h,
                                       int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
 {
-    if (method == MIRROR_MADGRAD)
-        NAME(update)(plain, MIRROR_MADGRAD, h, n, t, NULL);
-    else if (t.c == NULL)
-        NAME(update)(plain, MADGRAD, h, n, t, lanes);
+    if (rule.pulls && t.c != NULL)
+        NAME(with_momentum)(plain, rule, h, n, t, lanes);
     else
-        NAME(with_momentum)(plain, h, n, t, lanes);
+        NAME(update)(plain, rule, h, n, t, lanes);
 }
 
 TARGET static void NAME(load)(REAL *restrict to, const char *restrict from, enum kind kind,
@@ -178,14 +176,20 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
             NAME(load)(g, grad, job->grad, n);
             t.grad = g;
         }
-        if (plain && sums)
-            NAME(update_chunk)(1, MADGRAD, h, n, t, &lanes);
-        else if (plain)
-            NAME(update_chunk)(1, job->method, h, n, t, NULL);
-        else if (sums)
-            NAME(update_chunk)(0, MADGRAD, h, n, t, &lanes);
-        else
-            NAME(update_chunk)(0, job->method, h, n, t, NULL);
+#define UPDATE(name, ...)                                                                          \
+    if (job->rule == name) {                                                                       \
+        const struct rule rule = {__VA_ARGS__};                                                    \
+        if (plain && sums && rule.pulls)                                                           \
+            NAME(update_chunk)(1, rule, h, n, t, &lanes);                                          \
+        else if (plain)                                                                            \
+            NAME(update_chunk)(1, rule, h, n, t, NULL);                                            \
+        else if (sums && rule.pulls)                                                               \
+            NAME(update_chunk)(0, rule, h, n, t, &lanes);                                          \
+        else                                                                                       \
+            NAME(update_chunk)(0, rule, h, n, t, NULL);                                            \
+    }
+        FOR_EACH_RULE(UPDATE)
+#undef UPDATE
         for (int64_t i = 0; t.c && i < n && h.shrink != 1; i++)
             t.c[i] *= h.shrink;
 #if !WIDE

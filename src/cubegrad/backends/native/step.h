@@ -7,13 +7,31 @@
 
 /* CODES only of a state: with parameters of half or single precision. */
 enum kind { HALF, BFLOAT16, SINGLE, DOUBLE, CODES };
-enum method { MADGRAD, MIRROR_MADGRAD };
+
+/* The fields of rule.Rule that a step asks for. The loops get one as a constant; RULE lists those that
+   there are loops for, each with its record. */
+enum squares { WEIGHTED, FADING };
+struct rule {
+    int root, growth_root;
+    enum squares squares;
+    int pulls;
+};
+#define FOR_EACH_RULE(RULE)                                                                        \
+    RULE(MADGRAD, 3, 2, WEIGHTED, 1)                                                               \
+    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0)
+#define INDEX(name, ...) name,
+enum rule_index { FOR_EACH_RULE(INDEX) RULE_COUNT };
+#undef INDEX
+#define RECORD(name, ...) [name] = {__VA_ARGS__},
+static const struct rule RULES[] = {FOR_EACH_RULE(RECORD)};
+#undef RECORD
+
 /* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of distance.step_sums. */
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
 /* The addresses of a tensor and its state, and its number of elements, as fused.addresses lists them.
-   MADGRAD: a is s, b is nu, c is x_0 or NULL. MirrorMADGRAD: a is nu, b is z, c is NULL. */
+   With a pull a is s, b is nu, c is x_0 or NULL; else a is nu, b is z, c is NULL. */
 struct row {
     void *param, *a, *b, *c;
     float *step;
@@ -46,11 +64,11 @@ struct job {
     const void *const *grads;
     int64_t count;
     struct numbers numbers;
-    enum method method;
+    enum rule_index rule;
     enum kind param, grad, state;
     int at_random; /* a parameter of half precision is; one with CODES always */
     enum level level;
-    double *sums; /* NULL, or three numbers to which those of distance.step_sums are added; MADGRAD only */
+    double *sums; /* NULL, or three numbers to which those of distance.step_sums are added; with a pull only */
 };
 
 typedef void range_function(int64_t begin, int64_t end, void *job);

@@ -51,13 +51,28 @@ def inverse(x, MAY_BE_ZERO: tl.constexpr):
 
 
 @triton.jit
-def cube_root(x):
+def short_root(x, ROOT: tl.constexpr):
     """∛x within about an ulp, for a normal number x > 0; NaN for inf and NaN."""
+    tl.static_assert(ROOT == 3)
     logarithm = _special(x, "lg2") if APPROXIMATE else tl.log2(x)
     power = logarithm * (-1 / 3)  # of two; p = 1/∛x
     power = _special(power, "ex2") if APPROXIMATE else tl.exp2(power)
     root = x * power * power
     return tl.fma(root, tl.fma(-root, power, 1.0) * (2 / 3), root)  # what r p lacks of 1
+
+
+@triton.jit
+def power(root, ROOT: tl.constexpr):
+    """ν, whose root this is."""
+    tl.static_assert(ROOT == 3)
+    return root * root * root
+
+
+@triton.jit
+def raised(root, growth, ROOT: tl.constexpr):
+    """`power` and what ν grows by, rounded once."""
+    tl.static_assert(ROOT == 3)
+    return tl.fma(root * root, root, growth)
 
 
 @triton.jit

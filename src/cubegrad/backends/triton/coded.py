@@ -4,21 +4,22 @@ import triton
 import triton.language as tl
 
 from cubegrad.backends.triton.codec import (
-    cube_root,
     decode_root,
     encode_offset,
     encode_root,
     integer,
     inverse,
     mixed,
+    power,
+    raised,
     rounded,
     share,
+    short_root,
 )
 from cubegrad.backends.triton.kernel import (
-    cbrt,
+    factors,
     increment_counts,
     number,
-    square_root,
     store_sums,
 )
 
@@ -68,15 +69,15 @@ def _update(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     width, column, length, spacing, index,
     weight, fade, momentum, shrink, eps, decay, sign, agreement, product, roots,
-    METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
-    SUMS: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr,
+    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One block of `width` coordinates, the first at this column of its row of the parameter.
 
-    `weight` is λ_k; in the mirror form γ (k+1)^{1/3}, and `fade` √(k/(k+1)). FORM "whole": it is
-    full and lies on 16-byte boundaries; "even": its width is a multiple of 16. Returns the three
-    sums with this block added, if SUMS.
+    `weight` is λ_k, `fade` what a fading ν fades by. FORM "whole": it is full and lies on 16-byte
+    boundaries; "even": its width is a multiple of 16. Returns the three sums with this block added,
+    if SUMS.
     """
     code = tl.arange(0, BLOCK)
     place = code
@@ -98,7 +99,7 @@ def _update(
         m_scale, m_scale_at = _scale(m_scale_at)
     else:
         m_code = 0
-    if METHOD == "madgrad":
+    if PULLS:
         x0, x0_at = _load(x0_at, code, mask, tl.int16 if P == tl.float32 else P, FORM)
         x0_scale, x0_scale_at = _scale(x0_scale_at)
     random = mixed(index.to(tl.uint32) + code.to(tl.uint32))
@@ -113,25 +114,27 @@ def _update(
     if HAS_OFFSET:
         m = integer(m_code >> 1)
         decayed_m = m * (m_scale * shrink)
-    if METHOD == "madgrad":
+    if SQUARES == "weighted":
         growth = weighted * g
-        new_root = cube_root(tl.fma(root * root, root, growth))  # r_{k+1} = ∛(r_k³ + λ_k g_k²)
+        new_root = short_root(raised(root, growth, ROOT), ROOT)
         # Not changed by rounding alone, nor by a growth that the logarithm would take for 0.
         new_root = tl.where(growth < SMALLEST, root, new_root)
+    else:
+        v = power(root, ROOT) * fade + g * g
+        new_root = tl.where(v < SMALLEST, 0.0, short_root(v, ROOT))
+    force = weighted
+    if PULLS:
         x0 = integer(x0) if P == tl.float32 else x0.to(tl.float32)
         away = x0 * (x0_scale * shrink) - x
         if HAS_OFFSET:
             away = away - decayed_m
         away = tl.where(r_code == 0, 0.0, away)  # d_k = x_0 - z_k
-        # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
-        move = tl.fma(-away, new_root - root, weighted) * inverse(new_root + eps, NO_EPS) + 0.0
+        force = tl.fma(-away, new_root - root, weighted)
         if not PLAIN:
             if shrink != 1:
                 tl.store(x0_scale_at, x0_scale * shrink)
-    else:
-        v = root * root * root * fade + g * g
-        new_root = tl.where(v < SMALLEST, 0.0, cube_root(v))
-        move = weighted * inverse(new_root + eps, NO_EPS) + 0.0
+    # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
+    move = force * inverse(new_root + eps, NO_EPS) + 0.0
     if SUMS:
         finite = new_root < float("inf")
         start = m * m_scale if HAS_OFFSET else 0.0
@@ -142,7 +145,7 @@ def _update(
         agreement = _add(agreement, loss_g * weight * start, finite)  # λ_k g_k (x_0 - x_k)
         product = _add(product, (new_root + eps) * new_away * new_away, finite)
         roots = _add(roots, new_root, finite)
-    least_scale = r_scale if METHOD == "madgrad" else 0 * r_scale
+    least_scale = r_scale if SQUARES == "weighted" else 0 * r_scale
     r_code, r_scale = encode_root(new_root, random, least_scale, LOW_BIT)
     tl.store(r_at, (r_code >> 1).to(tl.uint8), mask)
     tl.store(r_scale_at, r_scale)
@@ -171,9 +174,9 @@ def _step_blocks(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     todo, column, length, spacing, index,
     weight, fade, momentum, shrink, eps, decay, sign,
-    METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
-    SUMS: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr,
+    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """As many blocks as there are to do; the addresses are those of the first."""
     zeros = tl.zeros((LANES,), tl.float32)
@@ -184,7 +187,7 @@ def _step_blocks(
             p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
             width, column, length, spacing, index, weight, fade, momentum, shrink,
             eps, decay, sign, agreement, product, roots,
-            METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, FORM, SUMS,
+            ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, FORM, SUMS,
         )  # fmt: skip
         if FORM != "whole":
             column += width
@@ -204,7 +207,8 @@ def step_coded_units(
     rows, grads, units, ticket, n_rows: "i32", span: "i32",
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
-    METHOD: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
@@ -226,10 +230,7 @@ def step_coded_units(
         block = tl.load(units + 2 * tl.program_id(0) + 1) * span
         at = rows + row * ROW
         k = tl.load(tl.load(at + COUNT).to(tl.pointer_type(tl.float32)))
-        if METHOD == "madgrad":
-            weight, fade = lr * square_root(k + 1), k
-        else:
-            weight, fade = lr * cbrt(k + 1), square_root(k / (k + 1))
+        weight, fade = factors(lr, k, GROWTH_ROOT)
         blocks, length = tl.load(at + 8).to(tl.int32), tl.load(at + 9).to(tl.int32)
         spacing = tl.load(at + 11).to(tl.int32)
         in_row = (length + BLOCK - 1) // BLOCK
@@ -249,28 +250,32 @@ def step_coded_units(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole", sums is not None,
+                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole",
+                sums is not None,
             )  # fmt: skip
         elif even & (length % BLOCK == 0):
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole", sums is not None,
+                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole",
+                sums is not None,
             )  # fmt: skip
         elif even:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "even", sums is not None,
+                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "even",
+                sums is not None,
             )  # fmt: skip
         else:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, momentum, shrink,
                 eps, decay, sign,
-                METHOD, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "any", sums is not None,
+                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "any",
+                sums is not None,
             )  # fmt: skip
         if sums is not None:
             store_sums(sums, agreement, product, roots)

@@ -40,15 +40,29 @@ def square_root(x):
 
 
 @triton.jit
+def root_of(v, ROOT: tl.constexpr):
+    """∛ν."""
+    tl.static_assert(ROOT == 3)
+    return cbrt(v)
+
+
+@triton.jit
+def factors(lr, k, GROWTH_ROOT: tl.constexpr):
+    """λ_k, and what a fading ν fades by."""
+    return lr * (square_root(k + 1) if GROWTH_ROOT == 2 else cbrt(k + 1)), square_root(k / (k + 1))
+
+
+@triton.jit
+def add_square(v, weight, g, fade, SQUARES: tl.constexpr):
+    """ν_{k+1}"""
+    return v + g * weight * g if SQUARES == "weighted" else v * fade + g * g
+
+
+@triton.jit
 def _over(s, root, eps):
     """s / (root + ε), 0 where the denominator cannot be inverted."""
     inverse = 1 / (root + eps)
     return s * tl.where(inverse == float("inf"), 0.0, inverse)
-
-
-@triton.jit
-def _displacement(s, v, eps):
-    return _over(s, cbrt(v), eps)  # s / (∛ν + ε)
 
 
 @triton.jit
@@ -75,13 +89,14 @@ def _load(address, offsets, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _update_madgrad(
-    p_at, g_at, s_at, v_at, x0_at, left, weight, momentum, shrink, eps, decay, sign,
+def _update_pulled(
+    p_at, g_at, s_at, v_at, x0_at, left, weight, fade, momentum, shrink, eps, decay, sign,
     agreement, product, roots, place, first, length, spacing,
-    CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr, DECAYS: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, CENTRED: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """One block of MADGRAD; `weight` is λ_k, CENTRED: x_0 is kept.
+    """One block of a rule with a pull; CENTRED: x_0 is kept.
 
     WHOLE: all of the block lies inside the tensor, and on 16-byte boundaries. Returns the three
     sums with this block added, if SUMS. DECAYS: `decay` is not 0.
@@ -96,15 +111,15 @@ def _update_madgrad(
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
     x = p * shrink
     s = old_s * shrink + g * weight  # s_{k+1} = s_k + λ_k g_k
-    v = old_v + g * weight * g  # ν_{k+1} = ν_k + λ_k g_k²
+    v = add_square(old_v, weight, g, fade, SQUARES)
     tl.store(s_at, s, mask)
     tl.store(v_at, v, mask)
     if CENTRED:
         x0, x0_at = _load(x0_at, offsets, mask, S, WHOLE)
         away = x0 - p
     else:
-        away = _displacement(old_s, old_v, eps)
-    root = cbrt(v)
+        away = _over(old_s, root_of(old_v, ROOT), eps)
+    root = root_of(v, ROOT)
     u = _over(s, root, eps)  # s_{k+1} / (∛ν_{k+1} + ε)
     if SUMS:
         # A coordinate whose ν is no longer finite is left out.
@@ -129,12 +144,12 @@ def _update_madgrad(
 
 
 @triton.jit
-def _update_mirror(
+def _update_moved(
     p_at, g_at, v_at, z_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-    place, first, length, spacing,
+    place, first, length, spacing, ROOT: tl.constexpr, SQUARES: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One block of the mirror form; `weight` is γ (k+1)^{1/3}, `fade` √(k/(k+1))."""
+    """One block of a rule without a pull."""
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
     p, p_at = _load(p_at, offsets, mask, P, WHOLE)
@@ -144,9 +159,9 @@ def _update_mirror(
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
     old_z, z_at = _load(z_at, offsets, mask, S, WHOLE)
     x = p * shrink
-    v = old_v * fade + g * g  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
-    move = _displacement(g * weight, v, eps)
-    z = old_z * shrink - (move + 0.0)  # z_{k+1} = z_k - γ (k+1)^{1/3} g_k / (∛ν_{k+1} + ε)
+    v = add_square(old_v, weight, g, fade, SQUARES)
+    move = _over(g * weight, root_of(v, ROOT), eps)
+    z = old_z * shrink - (move + 0.0)  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
     x = x - (x - z) * (1 - momentum)
     tl.store(v_at, v, mask)
     tl.store(z_at, z, mask)
@@ -159,20 +174,21 @@ def _update_mirror(
 def _update(
     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
     agreement, product, roots, place, first, length, spacing,
-    METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
-    DECAYS: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, CENTRED: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    if METHOD == "madgrad":
-        agreement, product, roots = _update_madgrad(
-            p_at, g_at, a_at, b_at, c_at, left, weight, momentum, shrink, eps, decay, sign,
+    """One block; `weight` is λ_k, `fade` what a fading ν fades by."""
+    if PULLS:
+        agreement, product, roots = _update_pulled(
+            p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
             agreement, product, roots, place, first, length, spacing,
-            CENTRED, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
+            ROOT, SQUARES, CENTRED, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
         )  # fmt: skip
     else:
-        _update_mirror(
+        _update_moved(
             p_at, g_at, a_at, b_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-            place, first, length, spacing, P, G, S, BLOCK, WHOLE,
+            place, first, length, spacing, ROOT, SQUARES, P, G, S, BLOCK, WHOLE,
         )  # fmt: skip
     return agreement, product, roots
 
@@ -228,10 +244,13 @@ def step_units(
     rows, grads, units, ticket, n_rows: "i32", length: "i32",
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
-    METHOD: tl.constexpr, CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
+    CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
+
+    ROOT, GROWTH_ROOT, SQUARES and PULLS are the fields of the rule.
 
     `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
@@ -246,10 +265,7 @@ def step_units(
     finite = True if found_inf is None else tl.load(found_inf) == 0
     if finite:
         p_at, g_at, a_at, b_at, c_at, k, left = _unit(rows, grads, units, length, P, G, S)
-        if METHOD == "madgrad":
-            weight, fade = lr * square_root(k + 1), k
-        else:
-            weight, fade = lr * cbrt(k + 1), square_root(k / (k + 1))
+        weight, fade = factors(lr, k, GROWTH_ROOT)
         place, first, row_length, spacing = None, None, None, None
         if AT_RANDOM:
             place, first, row_length, spacing = place_of(rows, ROW, units, length, momentum)
@@ -262,14 +278,14 @@ def step_units(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    METHOD, CENTRED, P, G, S, BLOCK, True, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, CENTRED, P, G, S, BLOCK, True, sums is not None, DECAYS,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    METHOD, CENTRED, P, G, S, BLOCK, False, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, CENTRED, P, G, S, BLOCK, False, sums is not None, DECAYS,
                 )  # fmt: skip
             left -= BLOCK
             if AT_RANDOM:

@@ -22,6 +22,7 @@ from cubegrad.backends.triton import on_device
 from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 
 NAME = "triton"
 FUSED = True
@@ -69,6 +70,12 @@ class Plan(NamedTuple):
     warps: int
     registers: tuple[int, int]  # for a thread, without sums and with them
     constants: tuple[Any, ...]
+    has_offset: bool = False  # codes of z - x
+
+
+def fields(rule: Rule) -> tuple[Any, ...]:
+    """What the kernels take of a rule, as constants."""
+    return rule.root, rule.growth_root, rule.squares, rule.pulls
 
 
 def _plan(batch: Batch) -> Plan:
@@ -79,7 +86,7 @@ def _plan(batch: Batch) -> Plan:
         for *row, length, first, spacing in fused.addresses(batch)
     ]
     dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
-    form = (batch.layout.method, batch.layout.keeps_initial_param)
+    form = (*fields(batch.layout.rule), batch.layout.keeps_initial_param)
     at_random = batch.rounds(param)
     constants = (*form, *dtypes, BLOCK, at_random)
     # With 64 registers the sums cost 7 % of the kernel's time, with 80 0.8 %. With 8 more, rounding
@@ -96,9 +103,9 @@ def _coded_plan(batch: Batch) -> Plan:
     whole = all(map(_is_whole, numbers))
     dtypes = (DTYPES[tensor.dtype] for tensor in batch.rows[0][:2])
     has_offset = "offset_code" in batch.layout.buffers
-    constants = (batch.layout.method, has_offset, *dtypes, whole)
+    constants = (*fields(batch.layout.rule), has_offset, *dtypes, whole)
     registers = (72, 96) if whole else (80, 96)
-    return Plan(step_coded_units, rows, sizes, span, 1, registers, constants)
+    return Plan(step_coded_units, rows, sizes, span, 1, registers, constants, has_offset)
 
 
 def _is_whole(row: tuple[int, ...]) -> bool:
@@ -158,7 +165,7 @@ class Launch:
         own: tuple[int, ...]
         if self.plan.kernel is step_coded_units:
             low_bit = isinstance(h.momentum, Tensor) or h.momentum != 0
-            has_offset = constants[1]
+            has_offset = self.plan.has_offset
             own = int(low_bit and has_offset), _is_plain(h), h.eps < SMALL_EPS
         else:  # with decay the sums need more registers than a thread has
             own = (h.sums is not None and h.weight_decay != 0,)
