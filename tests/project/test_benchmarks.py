@@ -110,31 +110,6 @@ def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
         assert float(row[-3]) > 0  # no method is below the minimum
 
 
-def test_estimates_are_drawn_among_fixed_rates(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import plot_auto
-
-    def run(method, lr, loss, status="finished", **curve):
-        settings = {"problem": "toy", "decay": 0.0, "method": method, "lr": lr}
-        about = {"metric": "loss", "higher_is_better": False, "unit": "bits"}
-        curve = {"loss": [9.0, loss], **curve}
-        return {"settings": settings, "about": about, "status": status, "curve": curve}
-
-    runs = [run("madgrad", lr, loss) for lr, loss in ((0.1, 2.0), (0.2, 1.0), (0.3, 1.5), (1, 1e3))]
-    runs += [run("madgrad", 2.0, None, "diverged"), run("adam", 0.1, 0.5)]
-    runs += [run("madgrad-auto", 0.5, 1.2, estimated_lr=[0.1, 0.4])]
-    found = plot_auto.panels(map(json.dumps, runs))
-    assert [(key, len(members)) for key, members in found.items()] == [(("toy", 0.0), 5)]
-    assert plot_auto.point(runs[-1]) == (0.2, 1.2)  # the estimate times its factor
-    low, high = plot_auto.limits([2.0, 1.0, 1.5, 1e3, 1.2], higher_is_better=False)
-    assert low < 1.0
-    assert 2.0 < high < 1e3  # a failure does not flatten the others
-    records, figure = tmp_path / "records.jsonl", tmp_path / "auto.png"
-    records.write_text("\n".join(map(json.dumps, runs)))
-    plot_auto.main([str(records), str(figure)])
-    assert figure.stat().st_size > 5_000
-
-
 @pytest.mark.processes
 def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     pytest.importorskip("optax")
