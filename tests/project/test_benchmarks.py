@@ -1,24 +1,18 @@
 """The benchmarks at toy sizes: they run, and count the bytes each method must move."""
 
 import json
-import math
 import runpy
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pretend_cuda import pretend_cuda
 from small_mri import discs, write_slices
 
-from cubegrad.study import catalogue
 from cubegrad.study.data import cifar10 as data
-from cubegrad.study.grid import Grid
-from cubegrad.study.problems import cifar10
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -140,82 +134,6 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
         assert row["percent_of_floor"] > 0
         assert f"| {row['optimizer']} | {row['median_ms']:.4g} (" in done.stdout
     assert {"device", "jax", "optax", "date"} <= set(report["machine"])
-
-
-def tiny(name, batch, **options):
-    preset = catalogue.find(name).presets["paper"]
-    return replace(preset, batch=batch, options={**preset.options, **options})
-
-
-@pytest.fixture
-def paper_cost(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import paper_cost
-
-    monkeypatch.setattr(paper_cost, "KNEE", (2, 32, 32))
-    return paper_cost
-
-
-@pytest.mark.parametrize(
-    ("name", "batch", "options", "updates"),
-    [
-        ("imagenet", 2, {"side": 32, "stages": (1, 1), "width": 4}, 640_584 * 90),
-        ("fastmri", 2, {"network": (1, 2, 2, 2, 2), "low": 4}, 17_371 * 50),
-        ("iwslt14", 96, {"width": 8}, 60_000),
-        (
-            "bookwiki",
-            4,
-            {"width": 16, "layers": 1, "heads": 2, "length": 16, "at_once": 2, "vocabulary": 100},
-            20_000,
-        ),
-    ],
-)
-def test_the_updates_that_are_timed_are_updates(
-    paper_cost, monkeypatch, name, batch, options, updates
-):
-    """On a CPU, with tiny networks: each call is a step, and changes the loss."""
-    if name == "imagenet":  # the only one that is captured in a graph
-        pretend_cuda(monkeypatch, torch.nn.Module())
-    update, count = paper_cost.UPDATES[name](tiny(name, batch, **options), torch.device("cpu"))
-    losses = [float(update()) for _ in range(2)]
-    assert count == updates
-    assert all(map(math.isfinite, losses))
-    assert losses[0] != losses[1]
-
-
-def test_costs_are_updates_by_seconds(paper_cost):
-    one = paper_cost.Cost("digits", 7200, 0.5, 1.0, 20, 12)
-    lines = paper_cost.table([one, one]).splitlines()
-    assert lines[2] == "| digits | 7,200 | 500.0 | 1.00 | 20 runs, 20 h | 12 runs, 12 h |"
-    assert lines[-1] == "In all 64 GPU hours."
-
-
-def test_the_grids_that_costs_count_have_three_rates(paper_cost):
-    for name in paper_cost.UPDATES:
-        preset = catalogue.find(name).presets["paper"]
-        for method in preset.methods:
-            assert len(list(Grid().between(*preset.lrs[method]))) == 3, (name, method)
-
-
-@pytest.mark.training
-def test_the_share_of_time_that_cifar10_keeps_a_device_busy(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cifar10_busy
-
-    assert cifar10_busy.covered([(10, 30), (0, 5), (20, 25), (28, 40)]) == 35
-    monkeypatch.setattr(data, "cifar10", data.cifar10)  # restored after the benchmark replaced it
-    cifar10.parts.cache_clear()
-    report = tmp_path / "busy.json"
-    where = ["--preset", "cpu", "--device", "cpu", "--synthetic", "--json", str(report)]
-    cifar10_busy.main([*where, "--images", "48", "--epochs", "1", "--methods", "madgrad", "sgd"])
-    cifar10.parts.cache_clear()
-    rows = json.loads(report.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["madgrad", "sgd"]
-    for row in rows:
-        assert 0 < row["busy_percent"] <= 100
-        assert 0 <= row["accuracy"] <= 100
-        assert row["images_per_s"] == pytest.approx(48 / row["epoch_s"])
-    assert "| madgrad | no |" in capsys.readouterr().out
 
 
 def test_the_folds_of_mri_are_compared(tmp_path, capsys):
