@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_mri import discs, write_slices
 
 from cubegrad.study.data import cifar10 as data
 
@@ -134,15 +133,6 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
         assert row["percent_of_floor"] > 0
         assert f"| {row['optimizer']} | {row['median_ms']:.4g} (" in done.stdout
     assert {"device", "jax", "optax", "date"} <= set(report["machine"])
-
-
-def test_the_folds_of_mri_are_compared(tmp_path, capsys):
-    write_slices(tmp_path, discs(24, 64))
-    runpy.run_path(str(BENCHMARKS / "mri_folds.py"))["main"](["--data", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[:3] for line in lines[2:]] == [
-        [f"| {seed}", str(24 - tested), str(tested)] for seed, tested in enumerate((4, 8, 4, 4, 4))
-    ]
 
 
 def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
