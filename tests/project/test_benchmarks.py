@@ -19,7 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     report = tmp_path_factory.mktemp("benchmark") / "small.json"
-    command = [sys.executable, str(BENCHMARKS / "step_time.py"), "--small", "--budget", "0.01"]
+    script = BENCHMARKS / "speed" / "step_time.py"
+    command = [sys.executable, str(script), "--small", "--budget", "0.01"]
     chosen = [
         "--device",
         "cpu",
@@ -62,8 +63,7 @@ def test_every_case_is_timed_against_its_floor(measured):
     assert {"device", "torch", "date"} <= set(report["machine"])
 
 
-def test_steps_during_backward_are_timed_beside_adam(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_steps_during_backward_are_timed_beside_adam(tmp_path, capsys):
     import release_time
 
     path = tmp_path / "release.json"
@@ -78,8 +78,7 @@ def test_steps_during_backward_are_timed_beside_adam(tmp_path, monkeypatch, caps
             assert f"| {row['optimizer']} | {row['backward_and_step_ms']:.3g} | " in table
 
 
-def test_the_shapes_are_the_published_models(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_the_shapes_are_the_published_models():
     import workloads
 
     def count(name):
@@ -89,8 +88,7 @@ def test_the_shapes_are_the_published_models(monkeypatch):
     assert count("gpt2-large") == [(436, 774_030_080)]
 
 
-def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_the_family_figure_is_drawn_at_toy_sizes(tmp_path):
     import plot_family
 
     figure = tmp_path / "family.png"
@@ -103,7 +101,8 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
     pytest.importorskip("optax")
     path = tmp_path / "jax.json"
     small = ["--size", "4096", "--model", "--budget", "0.02", "--sweep", "65536"]
-    command = [sys.executable, str(BENCHMARKS / "jax_step_time.py"), *small, "--json", str(path)]
+    script = BENCHMARKS / "speed" / "jax_step_time.py"
+    command = [sys.executable, str(script), *small, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
@@ -132,7 +131,7 @@ def test_the_jax_benchmark_compares_with_its_peers(tmp_path):
 
 def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
     """The folders hold the same pixels, class by class."""
-    script = runpy.run_path(str(BENCHMARKS / "cifar10_as_folders.py"))
+    script = runpy.run_path(str(BENCHMARKS / "evidence" / "cifar10_as_folders.py"))
     generator = np.random.default_rng(0)
     pixels = torch.from_numpy(generator.integers(256, size=(40, 3, 32, 32), dtype=np.uint8))
     labels = torch.arange(40) % 10
@@ -153,7 +152,7 @@ def test_cifar10_as_folders(tmp_path, monkeypatch, capsys):
 def test_checkpoints_are_timed_and_weighed(tmp_path):
     path = tmp_path / "checkpoints.json"
     options = ["--scale", "0.1", "--repeats", "1", "--folder", str(tmp_path), "--json", str(path)]
-    command = [sys.executable, str(BENCHMARKS / "checkpoint_time.py"), *options]
+    command = [sys.executable, str(BENCHMARKS / "memory" / "checkpoint_time.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     rows = {(row["weights"], row["optimizer"]): row for row in json.loads(path.read_text())["rows"]}
