@@ -1,6 +1,7 @@
 """The benchmarks at toy sizes: they run, and count the bytes each method must move."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,12 @@ from PIL import Image
 from cubegrad.study.data import cifar10 as data
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_the_readme_has_a_command_for_every_script():
+    commands = re.findall(r"python benchmarks/(\S+\.py)", (BENCHMARKS / "README.md").read_text())
+    scripts = {path for path in BENCHMARKS.glob("*/*.py") if "__main__" in path.read_text()}
+    assert sorted(commands) == sorted(str(path.relative_to(BENCHMARKS)) for path in scripts)
 
 
 @pytest.fixture(scope="module")
