@@ -33,7 +33,7 @@ test-versions:
 reports: $(READY)
 	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
 	rm -f docs/results/*/report/*.svg
-	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python benchmarks/evidence/evidence.py
 
 # The documentation site in out/site; a warning or a broken link is an error. (The variable silences the
 # notice that mkdocs-material will be retired in May 2027.)

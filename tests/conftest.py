@@ -12,7 +12,7 @@ import torch
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 # In the processes that tests start. With as many threads as cores in each, a step waits for threads
-# that do not run: beside other tests, benchmarks/step_time.py took 46 s, and with one thread 8.
+# that do not run: beside other tests, speed/step_time.py took 46 s, and with one thread 8.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs the GPU as well
 sys.path.insert(0, str(Path(__file__).parent / "support"))

@@ -7,18 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import auto_quality
+import auto_table
 import pytest
+from shared import earlier, shared_device
 
 from cubegrad.study.records import Record, Runs, Settings
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ABOUT = {"metric": "loss", "higher_is_better": False, "unit": "bits", "beside": []}
 LOSSES = {"madgrad-auto": 2.005, "prodigy": 2.1, "dog": 1.99, "madgrad": 2.0, "adamw": 1.9}
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def record(method, seed, loss, lr=1.0):
@@ -36,7 +34,6 @@ def made_up():
 
 
 def test_the_table_has_the_best_without_a_rate_in_bold_and_the_gaps():
-    auto_table = importlib.import_module("auto_table")
     lines = auto_table.table([*made_up(), record("adamw", 0, 0.1)]).splitlines()
     assert lines[0] == "|  | toy, cpu: loss, bits |"
     assert '| MADGRAD, `lr="auto"` | 2.005 ± 0.012 |' in lines
@@ -49,7 +46,6 @@ def test_the_table_has_the_best_without_a_rate_in_bold_and_the_gaps():
 
 @pytest.mark.parametrize("preset", [".", "cpu"])
 def test_the_page_has_the_tables_of_its_records(preset):
-    auto_table = importlib.import_module("auto_table")
     folder = BENCHMARKS.parent / "docs" / "results" / "peers"
     records, broken = Runs(folder / preset).load()
     assert not broken
@@ -57,14 +53,12 @@ def test_the_page_has_the_tables_of_its_records(preset):
 
 
 def test_a_method_that_diverged_is_never_the_best():
-    auto_table = importlib.import_module("auto_table")
     lines = auto_table.table([*made_up(), *(record("prodigy", s, None) for s in (4, 5))])
     assert "| Prodigy | diverged |" in lines
 
 
 def test_a_decay_of_0_is_that_of_the_command_line():
     """The hash of a run knows 0 from 0.0, so runs of the searches would be repeated."""
-    auto_quality = importlib.import_module("auto_quality")
     options = auto_quality.parse(["--preset", "gpu", "--known", "/nowhere"])
     for _, one in auto_quality.wanted(options, {}):
         assert isinstance(one.decay, float)
@@ -75,7 +69,6 @@ def test_a_decay_of_0_is_that_of_the_command_line():
 @pytest.mark.parametrize("problem", ["imagenet", "fastmri"])
 def test_the_runs_of_the_page_are_still_the_ones_it_asks_for(preset, problem):
     """A change of a preset must not change what the committed records mean."""
-    auto_quality = importlib.import_module("auto_quality")
     folder = BENCHMARKS.parent / "docs" / "results" / "peers"
     done = Runs(folder / "cpu" if preset == "cpu" else folder).load()[0].values()
     options = auto_quality.parse(["--problems", problem, "--preset", preset])
@@ -89,7 +82,6 @@ def test_the_runs_of_the_page_are_still_the_ones_it_asks_for(preset, problem):
 
 
 def test_the_earlier_problems_are_those_of_the_records():
-    earlier = importlib.import_module("earlier")
     results = BENCHMARKS.parent / "docs" / "results"
     for problem, folder in (
         (earlier.imagenet(), "imagenet/resnet50"),
@@ -100,7 +92,6 @@ def test_the_earlier_problems_are_those_of_the_records():
 
 
 def test_the_tuned_column_waits_for_the_search():
-    auto_quality = importlib.import_module("auto_quality")
     options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])
     search = [one for _, one in auto_quality.wanted(options, {})]
     rates = {(one.method, one.lr) for one in search if one.seed == 0}
@@ -117,7 +108,6 @@ def test_the_tuned_column_waits_for_the_search():
 
 
 def test_the_search_of_adamw_goes_on_beyond_its_edge():
-    auto_quality = importlib.import_module("auto_quality")
     options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])
     done, searched = {}, []
     while new := [
@@ -135,7 +125,6 @@ def test_the_search_of_adamw_goes_on_beyond_its_edge():
 
 
 def test_what_a_run_makes_possible_is_run_in_the_same_call(tmp_path, monkeypatch):
-    shared_device = importlib.import_module("shared_device")
     runs, first = Runs(tmp_path), record("adamw", 0, 1.0)
 
     def plan():
@@ -181,7 +170,7 @@ def test_the_table_of_the_docs_is_that_of_the_data():
     pytest.importorskip("prodigyopt")
     pytest.importorskip("dadaptation")
     noise = importlib.import_module("auto_noise")
-    rows = json.loads((BENCHMARKS / "results" / "auto_noise.json").read_text())["rows"]
+    rows = json.loads((BENCHMARKS / "auto" / "results" / "auto_noise.json").read_text())["rows"]
     page = (BENCHMARKS.parent / "docs" / "auto.md").read_text(encoding="utf-8")
     for row in rows:
         by_seed = row.pop("by_seed")

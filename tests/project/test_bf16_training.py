@@ -11,9 +11,8 @@ METHODS = ["MADGRAD, float32 weights", "MADGRAD, stochastic_rounding"]
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(tmp_path):
     """The command in this process; its runs are in a process of their own."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("bf16_training")
     return lambda *words: module.main(["--preset", "cpu", "--out", str(tmp_path), *words])
 

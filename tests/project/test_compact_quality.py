@@ -14,7 +14,6 @@ ABOUT = {"metric": "loss", "higher_is_better": False, "unit": "bits", "beside": 
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.chdir(ROOT)
 
 
@@ -105,7 +104,7 @@ def test_a_run_that_fails_leaves_the_others_and_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(("minutes", "problems"), [("0.01", "digits"), ("1", "cifar10")])
 def test_what_lacks_time_or_data_is_not_started(tmp_path, capsys, minutes, problems, monkeypatch):
     import compact_quality
-    import shared_device
+    from shared import shared_device
 
     monkeypatch.setattr(shared_device.Schedule, "gone", clock(step=10))
     words = ["--minutes", minutes, "--problems", problems, "--seeds", "1", "--out", str(tmp_path)]

@@ -10,15 +10,14 @@ import torch
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "benchmarks" / "results" / "early_progress"
+RECORDS = ROOT / "benchmarks" / "evidence" / "results" / "early_progress"
 
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     module = importlib.import_module("early_progress")
     # In this process: another one would spend seconds on importing torch.
-    runner = importlib.import_module("bf16_training")
+    runner = importlib.import_module("shared.byte_gpt")
     monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     yield module
@@ -27,8 +26,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.fixture
-def methods(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def methods():
     return importlib.import_module("early_methods")
 
 

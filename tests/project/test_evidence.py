@@ -13,11 +13,6 @@ RESULTS = ROOT / "docs" / "results"
 ABOUT = {"metric": "loss", "higher_is_better": False, "unit": "bits", "beside": []}
 
 
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
 @pytest.fixture
 def rows():
     return importlib.import_module("evidence_rows")

@@ -16,7 +16,6 @@ ABOUT = {"metric": "accuracy", "higher_is_better": True, "unit": "%"}
 
 @pytest.fixture
 def runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.chdir(ROOT)
     return importlib.import_module("evidence_runs")
 

@@ -1,29 +1,26 @@
 """The pages whose tables and figures are made from records: learning rates, bfloat16 weights."""
 
-import importlib
 from pathlib import Path
 
+import bf16_training
+import plot_lr
 import pytest
+import sensitivity
 import torch
+import which_lr
 
 from cubegrad import MADGRAD
 
 DOCS = Path(__file__).parents[2] / "docs"
-FILES = DOCS.parent / "benchmarks" / "results"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+FILES = DOCS.parent / "benchmarks" / "memory" / "results"
 
 
 def test_the_page_on_learning_rates_has_the_table_of_the_records():
-    table = importlib.import_module("which_lr").table()
+    table = which_lr.table()
     assert table in (DOCS / "learning_rate.md").read_text()
 
 
 def test_what_the_readme_says_of_ratios_is_in_the_table():
-    which_lr = importlib.import_module("which_lr")
     ratios = [float(which_lr.row(kind)[3].removesuffix("×")) for kind in which_lr.KINDS]
     for these, low, high in ((ratios[:2], 0.5, 4), (ratios[2:3] + ratios[6:7], 4, 5)):
         assert all(low <= ratio <= high for ratio in these)
@@ -31,7 +28,6 @@ def test_what_the_readme_says_of_ratios_is_in_the_table():
 
 
 def test_the_page_on_memory_has_the_losses_of_the_records():
-    bf16_training = importlib.import_module("bf16_training")
     lines = bf16_training.table(bf16_training.load(FILES / "bf16_h200.jsonl"))
     page = (DOCS / "memory.md").read_text()
     small = [line.split(" | ") for line in lines.splitlines()[2:] if "| 0.002 |" not in line]
@@ -41,7 +37,6 @@ def test_the_page_on_memory_has_the_losses_of_the_records():
 
 @pytest.mark.plots
 def test_the_figure_of_learning_rates_is_drawn_from_the_records(tmp_path):
-    which_lr, plot_lr = map(importlib.import_module, ("which_lr", "plot_lr"))
     experiment, madgrad, _ = which_lr.search(which_lr.KINDS[1])
     points = dict(plot_lr.losses(madgrad, experiment.judge.higher_is_better))
     assert max(points.values()) == points[madgrad.best[0]] == 0
@@ -52,7 +47,6 @@ def test_the_figure_of_learning_rates_is_drawn_from_the_records(tmp_path):
 
 
 def test_the_page_for_newcomers_has_the_table_of_the_small_nets():
-    sensitivity = importlib.import_module("sensitivity")
     lines = sensitivity.load(sensitivity.RESULTS)
     assert sensitivity.table(lines) in (DOCS / "coming_from.md").read_text()
     for cell in sensitivity.cells():
@@ -75,12 +69,11 @@ def test_a_larger_loss_needs_a_rate_that_is_smaller_by_its_root():
 
 
 def test_the_page_for_newcomers_has_the_settings_of_the_records():
-    starts = importlib.import_module("which_lr").starts()
+    starts = which_lr.starts()
     assert starts in (DOCS / "coming_from.md").read_text()
 
 
 def test_a_search_of_the_small_nets_grows_at_its_edges():
-    sensitivity = importlib.import_module("sensitivity")
     cell, lines, tried = sensitivity.Cell("convnet", "adam"), [], []
     while (lr := sensitivity.missing(cell, lines)) is not None:
         tried.append(lr)
@@ -90,7 +83,6 @@ def test_a_search_of_the_small_nets_grows_at_its_edges():
 
 
 def test_a_run_of_the_small_nets_is_saved_and_loaded(tmp_path):
-    sensitivity = importlib.import_module("sensitivity")
     cell = sensitivity.Cell("transformer", batch=256, epochs=1, momentum=0.0)
     line = sensitivity.run(cell, 0.01, (1,))
     assert 0 < line.losses[0] < 3

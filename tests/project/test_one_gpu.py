@@ -102,9 +102,8 @@ def test_bad_option_is_refused_with_the_remedy(
 
 
 @pytest.fixture
-def benchmark(example, monkeypatch):
+def benchmark(example):
     del example  # which it imports
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("one_gpu")
 
 

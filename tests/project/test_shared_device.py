@@ -2,7 +2,6 @@
 
 import importlib
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,10 @@ from cubegrad.study import catalogue, methods
 from cubegrad.study.plan import Plan
 from cubegrad.study.records import Runs
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def shared(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("shared_device")
+def shared():
+    return importlib.import_module("shared.shared_device")
 
 
 @pytest.fixture

@@ -2,18 +2,14 @@
 
 import importlib
 import time
-from pathlib import Path
 
 import pytest
 
 from cubegrad.study import StudyError
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def study_step(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def study_step():
     return importlib.import_module("study_step")
 
 

@@ -44,7 +44,7 @@ class GradientRelease:
     """What `optimizer.release_gradients()` returns; `remove()` goes back to ordinary steps."""
 
     # Gradients that keep less memory alive are held until step(), where they share a launch.
-    # Measured by benchmarks/release_time.py; docs/gradient_release.md has the numbers.
+    # Measured by benchmarks/speed/release_time.py; docs/gradient_release.md has the numbers.
     held_bytes = 2**18
 
     def __init__(self, optimizer: "BaseOptimizer") -> None:
