@@ -5,8 +5,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from cubegrad.rule import Rule
-
 SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
 REMEDY = {
     "lr": SWEEP,
@@ -154,7 +152,7 @@ def factor_from_string(group: dict[str, Any]) -> float:
     return 1.0 if group["auto_lr"] and group["lr"] == "auto" else number("lr", group["lr"])
 
 
-def auto_lr(rule: Rule, lr: Any) -> bool:
+def auto_lr(rule: Any, lr: Any) -> bool:
     """Whether lr is "auto"; refuses it for a rule without the sums that it is estimated from."""
     if not isinstance(lr, str) or lr != "auto":
         return False
