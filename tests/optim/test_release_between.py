@@ -86,6 +86,31 @@ def test_clipping_is_noticed_once_the_smallest_parameter_has_been_without_a_grad
             optimizer.step()
 
 
+def test_clipping_is_noticed_where_large_parameters_take_turns():
+    """From the second time on that each of them is alone."""
+    params, optimizer = large_only()
+    for k, param in enumerate([*params, *params]):
+        param.sum().backward()
+        nn.utils.clip_grad_norm_(params, 1e-3)
+        if k < len(params) and param.grad is None:
+            optimizer.step()
+            continue
+        with pytest.raises(RuntimeError, match="changed after backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def test_one_gradient_waits_however_many_have_been_chosen():
+    params, optimizer = large_only()
+    for alone in params:
+        alone.sum().backward()
+        optimizer.step()
+    sum(p.sum() for p in params).backward()
+    assert sum(p.grad is not None for p in params) == 1
+    optimizer.step()
+
+
 def test_a_sparse_gradient_set_to_0_before_step():
     table = nn.Embedding(50, 8, sparse=True)
     optimizer = MADGRAD(table.parameters(), momentum=0.0)

@@ -52,13 +52,13 @@ class GradientRelease:
         self._lock = threading.Lock()  # backward() runs one thread for each device
         self._slots: dict[int, Slot] = {}  # by the id of the parameter
         self._wrappers_checked = False
-        self._witness: int | None = None  # id of the parameter whose gradient is always held
+        self._witnesses: set[int] = set()  # ids of parameters; the first one's gradient is held
         self.forget_pass()
         release_checks.refuse_options(optimizer)
         release_checks.refuse_wrappers(optimizer.param_groups)
         _refuse_other_owners(optimizer.param_groups)
         self._add_hooks(optimizer)
-        self._choose_witness(self._slots)
+        self._add_witness(self._slots)
 
     def forget_pass(self) -> None:
         self.is_open = False  # whether a gradient has come since the last step()
@@ -93,7 +93,7 @@ class GradientRelease:
             if slot.hook is not None:
                 slot.hook.remove()
 
-    def _choose_witness(self, keys: Iterable[int]) -> None:
+    def _add_witness(self, keys: Iterable[int]) -> None:
         """The smallest of these parameters, by their ids.
 
         None that is sharded: clipping changes a DTensor without a trace (`version_of`).
@@ -101,7 +101,8 @@ class GradientRelease:
         slots = [self._slots[key] for key in keys if key in self._slots]
         params = [slot.params[0] for slot in slots if slot.hook is not None]
         plain = [param for param in params if not sharding.is_sharded(param)]
-        self._witness = id(min(plain, key=lambda param: param.nbytes)) if plain else None
+        if plain:
+            self._witnesses.add(id(min(plain, key=lambda param: param.nbytes)))
 
     def take_gradient(self, optimizer: "BaseOptimizer", param: Tensor) -> None:
         """Step a parameter whose gradient is complete, or hold its gradient until step()."""
@@ -116,9 +117,10 @@ class GradientRelease:
         hypers, grad = self._hypers, param.grad
         if grad is None:
             return  # another hook has taken it
-        if key == self._witness and not grad.is_sparse and _bytes_kept(grad) > grad.nbytes:
+        is_witness = key in self._witnesses and not self._held
+        if is_witness and not grad.is_sparse and _bytes_kept(grad) > grad.nbytes:
             param.grad = grad = grad.clone()  # a view would keep the others' gradients alive
-        waits = key == self._witness or _bytes_kept(grad) < self.held_bytes
+        waits = is_witness or _bytes_kept(grad) < self.held_bytes
         if hypers is None or waits or self._is_on_other_stream():
             self._held[key] = Held(param, grad, version_of(grad))
             return
@@ -178,8 +180,8 @@ class GradientRelease:
         for group in groups:
             for param in group["params"]:
                 param.grad = None
-        if self._stepped and not self._held:  # the witness had no gradient this time
-            self._choose_witness(self._stepped)
+        if self._stepped and not self._held:  # no witness had a gradient this time
+            self._add_witness(self._stepped)
         self.forget_pass()
 
     def _remaining(self, group: Group) -> Group:
