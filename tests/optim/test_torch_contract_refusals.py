@@ -8,6 +8,8 @@ from contract import each_class, each_default
 from short_runs import advance, ones
 from torch import nn
 
+from cubegrad import MADGRAD
+
 
 def duplicate():
     param = ones()
@@ -95,3 +97,14 @@ def test_lazy_parameters_are_accepted_before_they_have_a_shape(case):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": "auto"}, {"compact": True}], ids=str)
+def test_a_lazy_module_that_has_not_run_is_left_alone(options):
+    model, unused = nn.Linear(8, 8), nn.LazyLinear(8)
+    optimizer = MADGRAD([*model.parameters(), *unused.parameters()], **options)
+    for k in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert optimizer.state[model.weight]["step"] == k + 1
+    assert set(optimizer.state) == set(model.parameters())

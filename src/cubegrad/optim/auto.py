@@ -66,7 +66,9 @@ class Estimate:
             if "step" in state.get(param, {}) and layout.held(MADGRAD, state[param])
         ]
         self.live[index] = len(silent) < len(group["params"])
-        self.counts[index] = sum(map(coordinates, group["params"])) - sum(map(coordinates, silent))
+        without = set(map(id, silent))  # among them may be lazy ones, which have no size yet
+        live = (param for param in group["params"] if id(param) not in without)
+        self.counts[index] = sum(map(coordinates, live))
 
     def counted(self, state: Any) -> Sequence[int] | Tensor:
         """Each group's coordinates that have been stepped, now or before.

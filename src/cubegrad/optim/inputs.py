@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from cubegrad import cautions, options, sharding
 from cubegrad.rule import Rule
@@ -24,7 +24,7 @@ def check_param(name: str, param: Tensor) -> None:
             f"{name} has dtype {param.dtype}; parameters must be float16, bfloat16, float32, "
             "float64 or complex: leave it out or convert it"
         )
-    if isinstance(param, UninitializedParameter | UninitializedBuffer):
+    if is_lazy(param):
         return  # a lazy module gives it a shape before it has a gradient
     if param.is_conj() or param.is_neg():
         raise TypeError(
@@ -40,7 +40,7 @@ def warn_of_uncoded(groups: list[dict[str, Any]]) -> None:
         for group in groups
         if group["compact"]
         for index, param in enumerate(group["params"])
-        if param.requires_grad
+        if param.requires_grad and not is_lazy(param)
     )
 
 
