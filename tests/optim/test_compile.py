@@ -1,5 +1,6 @@
 """torch.compile: one full graph, and no recompilation while the numbers change."""
 
+import cases
 import pytest
 import torch
 from cases import each_class
@@ -128,6 +129,37 @@ def test_a_first_step_that_cannot_be_traced_says_what_to_do():
     optimizer.step()
     step()
     assert optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_flag_that_is_no_boolean_is_refused(is_first):
+    param = ones(3)
+    optimizer = MADGRAD([param])
+    step = torch.compile(optimizer.step, backend="eager")
+    param.grad = torch.ones(3)
+    if not is_first:
+        step()
+    optimizer.param_groups[0]["decoupled_weight_decay"] = 0.1
+    with cases.no_change(param), pytest.raises(TypeError, match=r"pass weight_decay=0\.1"):
+        step()
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_an_eps_that_changes_and_returns(momentum):
+    """Its first graph would run again. Without momentum x_0 is recovered at the last eps."""
+    ends = []
+    for compiled in (False, True):
+        (param,) = parameters([(4, 3)], torch.float64)
+        optimizer = MADGRAD([param], momentum=momentum, foreach=False)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for k, eps in enumerate([1e-6, 0.05, 1e-6, 1e-6]):
+            optimizer.param_groups[0]["eps"] = eps
+            set_grads([param], k)
+            step()
+        with optimizer.edit_weights():
+            param.mul_(0.5)
+        ends.append(advance(optimizer, [param], range(4, 8)) and param.detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("foreach", [False, True])

@@ -51,6 +51,20 @@ def test_z_moves_as_the_weights_do(form, dtype, decay):
     advance(optimizer, params, range(5, 8))
 
 
+@cases.each_fast_backend
+def test_an_edit_goes_by_the_eps_of_the_last_step(backend):
+    """Also where that step was repeated, and looked nothing up."""
+    (param,) = parameters([(5, 7)], torch.float64)
+    optimizer = build("sums", [param], backend, lr=0.1)
+    advance(optimizer, [param], range(5))
+    optimizer.param_groups[0]["eps"] = 0.5
+    advance(optimizer, [param], range(5, 10))
+    x, z = param.detach().clone(), dual_point(optimizer, param)
+    with optimizer.edit_weights():
+        param.mul_(0.5)
+    torch.testing.assert_close(dual_point(optimizer, param) - z, param - x, rtol=0, atol=1e-12)
+
+
 @each_form
 def test_where_nothing_is_edited_no_bit_changes(form):
     params = parameters([edits.SHAPE, (5, 7)])

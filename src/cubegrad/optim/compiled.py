@@ -31,6 +31,15 @@ def against_tracing(optimizer: "BaseOptimizer") -> str | None:
     if any(grad is not None and grad.is_sparse for grad in grads):
         return "a sparse gradient cannot be traced; leave fullgraph=True out"
     for group in groups:
+        if any(group[name] not in (True, False, None) for name in options.FLAGS):
+            return (
+                "an option that is True or False is neither; step() without a compiler says which"
+            )
+        if group["last_eps"] != group["eps"]:  # a graph of the same eps may be there already
+            return (
+                "eps has changed, which a traced step does not note: make one plain "
+                "optimizer.step(), or leave fullgraph=True out"
+            )
         for param in group["params"] if options.rounds_at_random(group) else ():
             if sharding.is_sharded(param) and (group["compact"] or layout.is_half(param)):
                 return (

@@ -81,8 +81,8 @@ class Prepared:
         flags = [group[name] for name in options.FLAGS]
         if flags != self.flags or has_momentum != self.has_momentum:
             return None
-        if not has_momentum and group["eps"] != self.eps:
-            return None  # without x_0 the weights belong to the eps they were reached with
+        if group["eps"] != self.eps:
+            return None  # the group has to note it: see `last_eps`
         if not tensors.same_objects(self.params, list(group["params"])):
             return None
         if any(param.grad is not None for param in self.idle):
