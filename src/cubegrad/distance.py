@@ -26,6 +26,8 @@ Namespace = Any
 
 # What is kept of the estimate for a group of parameters.
 FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted", "root_sum")
+# What a step adds up: λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩ and Σ_i ∛ν_i.
+SUMS = ("agreement", "product", "root_sum")
 
 
 def step_sums(
@@ -112,11 +114,6 @@ def first_scales(xp: Namespace, grad: Array) -> Array:
     return root * root  # |g_{0,i}|^{2/3}
 
 
-def gradient_scale(root_sum: Scalar, weight_sum: Scalar) -> Scalar:
-    """Σ_i H_i^{2/3}, where H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ."""
-    return root_sum * weight_sum ** (-1 / 3)
-
-
 def agreement(xp: Namespace, h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar:
     """Σ λ_i ⟨g_i, x_0 - x_i⟩ with the newest term added.
 
@@ -124,7 +121,7 @@ def agreement(xp: Namespace, h: Hyper, so_far: Scalar, newest: Scalar) -> Scalar
     is not finite is left out: the next one may be finite again.
     """
     newest = xp.where(newest - newest == 0, newest, 0.0)
-    return rule.shrunk(h, so_far) + newest
+    return newest + (so_far if h.shrink is None else so_far * h.shrink)
 
 
 def lower_bound(
@@ -144,25 +141,24 @@ def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
-def counted_steps(step: Scalar, uncounted: Scalar) -> Scalar:
-    """n_k: the steps that count, with this one; `uncounted` is the share that does not."""
-    return (step + 1) * (1 - uncounted)
+def counted(
+    xp: Namespace,
+    step: Scalar,
+    uncounted: Scalar,
+    before: Scalar,
+    without: Scalar,
+    after: Scalar,
+) -> tuple[Scalar, Scalar]:
+    """w_k, how much of a step counts, from 0 to 1, and the share of the steps that does not.
 
-
-def counted(xp: Namespace, steps: Scalar, before: Scalar, without: Scalar, after: Scalar) -> Scalar:
-    """w_k: how much of a step counts, from 0 to 1.
-
-    `before` is H^{2/3} before the step. Adding λ_k to Σλ makes it `after`, and would make it
-    `without` if the gradient were 0. It stays the same if g_k² is H².
+    `uncounted` is that share before the step, and `before` is H^{2/3}. Adding λ_k to Σλ makes it
+    `after`, and would make it `without` if the gradient were 0. It stays the same if g_k² is H².
     """
+    steps = (step + 1) * (1 - uncounted)  # n_k
     square = xp.quotient(after - without, before - without)  # g_k²/H²
     share = xp.where(before > without, square * xp.sqrt(steps), 1.0)
-    return xp.where(share < 1, xp.larger(share, 0.0), 1.0)  # w_k = min(1, √n_k g_k²/H²)
-
-
-def uncounted_after(step: Scalar, steps: Scalar, share: Scalar) -> Scalar:
-    """The share of the steps that does not count, after one of which `share` does."""
-    return 1 - (steps + share) / (step + 2)  # n_{k+1} = n_k + w_k
+    share = xp.where(share < 1, xp.larger(share, 0.0), 1.0)  # w_k = min(1, √n_k g_k²/H²)
+    return share, 1 - (steps + share) / (step + 2)  # n_{k+1} = n_k + w_k
 
 
 def advance(
@@ -184,17 +180,12 @@ def advance(
     _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
     weights = [rule.step_weight(MADGRAD, lr * factor, step) for factor in factors]
     weight_sums = list(map(operator.add, old_weights, weights))
-    steps = counted_steps(step, uncounted)
-    before, without, after = (
-        sum(map(partial(_scale, xp), *pair))
-        for pair in ((old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums))
-    )
-    share = counted(xp, steps, before, without, after)
-    uncounted = uncounted_after(step, steps, share)
+    pairs = (old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums)
+    share, uncounted = counted(xp, step, uncounted, *scales(xp, *pairs))
     weight_sums = [old + share * new for old, new in zip(old_weights, weights, strict=True)]
     agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
     distance = lower_bound(xp, distance, sum(agreements), sum(products), sum(roots))
-    scale = sum(map(partial(_scale, xp), roots, weight_sums))
+    (scale,) = scales(xp, (roots, weight_sums))
     coordinates = sum((mine > 0) * count for mine, count in zip(weight_sums, counts, strict=True))
     mean_scale = scale / (coordinates + (coordinates == 0)) + (scale == 0)
     estimated = learning_rate(distance, mean_scale) * xp.sqrt(1 - uncounted)
@@ -203,7 +194,15 @@ def advance(
     return [[distance, mine, lr, total, step + 1, uncounted, root] for mine, total, root in own]
 
 
-def _scale(xp: Namespace, root_sum: Scalar, weight_sum: Scalar) -> Scalar:
-    """`gradient_scale` of a group, 0 if it has no weights."""
-    scale = gradient_scale(root_sum, weight_sum + (weight_sum == 0))
-    return xp.where(weight_sum > 0, scale, 0.0)
+def scales(xp: Namespace, *pairs: tuple[Sequence[Scalar], Sequence[Scalar]]) -> list[Scalar]:
+    """Σ_i H_i^{2/3} of all groups, for each pair of their Σ_i ∛ν_i and their Σλ.
+
+    H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ. A group without weights has none.
+    """
+    return [
+        sum(
+            xp.where(weight > 0, root * (weight + (weight == 0)) ** (-1 / 3), 0.0)
+            for root, weight in zip(roots, weights, strict=True)
+        )
+        for roots, weights in pairs
+    ]

@@ -89,13 +89,7 @@ class CodedFunctions(TorchFunctions):
 class NumberFunctions:
     """Of Python's own numbers, which are faster than tensors of one number each."""
 
-    @staticmethod
-    def quotient(numerator: float, denominator: float) -> float:
-        return numerator / denominator if denominator > 0 else 0.0
-
-    @staticmethod
-    def where(condition: bool, a: float, b: float) -> float:
-        return a if condition else b
-
+    quotient = staticmethod(lambda numerator, d: numerator / d if d > 0 else 0.0)
+    where = staticmethod(lambda condition, a, b: a if condition else b)
     sqrt = staticmethod(math.sqrt)
     larger = staticmethod(max)  # max(a, nan) is a

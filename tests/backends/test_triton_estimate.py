@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cubegrad import MADGRAD, backends, distance
 from cubegrad.functions import NumberFunctions
-from cubegrad.optim import auto
+from cubegrad.optim.auto import estimate
 from cubegrad.options import Hyper
 
 triton = pytest.importorskip("cubegrad.backends.triton.estimate")
@@ -97,7 +97,7 @@ def groups_that_change(steps: int, **options: Any) -> tuple[list[Tensor], MADGRA
 def pretend_on_device(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Keep the numbers in tensors, and let the kernel or torch advance them."""
     never = property(lambda _: False, lambda *_: None)
-    monkeypatch.setattr(auto.Estimate, "on_host", never, raising=False)
+    monkeypatch.setattr(estimate.Estimate, "on_host", never, raising=False)
     kernel = triton.advance if way == "kernel" else None
     monkeypatch.setattr(backends, "estimate_kernel", lambda *_: kernel)
 

@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cubegrad import MADGRAD
-from cubegrad.optim import auto, release
+from cubegrad.optim import release
+from cubegrad.optim.auto import Auto
 
 SHAPES = [(4, 5), (800, 5)]
 STEPS = 9
@@ -93,11 +94,11 @@ class NothingRead(TorchDispatchMode):
 @pytest.mark.parametrize("compact", [False, True])
 def test_nor_where_the_numbers_stay_on_the_device(compact, monkeypatch):
     """As on a GPU, where no number is read on the host and a step may be captured in a graph."""
-    end_step = auto.end_step
+    end = Auto.end
 
     def read_nothing(*args, **options):
         with NothingRead():
-            end_step(*args, **options)
+            end(*args, **options)
 
     backend = cases.Backend("", {"fused": True, "capturable": True})
     params, optimizer = start(backend, compact=compact)
@@ -106,8 +107,8 @@ def test_nor_where_the_numbers_stay_on_the_device(compact, monkeypatch):
     set_gradients(params, 0)
     optimizer.step()
     rates = [optimizer.estimated_lr()]
-    optimizer._estimate.on_host = False
-    monkeypatch.setattr(auto, "end_step", read_nothing)
+    optimizer._auto.estimate.on_host = False
+    monkeypatch.setattr(Auto, "end", read_nothing)
     rates += rates_after_a_skipped_step(params, optimizer, 2, steps=range(1, STEPS))
     assert rates == pytest.approx(expected, rel=1e-9)
 

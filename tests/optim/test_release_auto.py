@@ -82,7 +82,7 @@ def test_one_step_adds_the_same_sums(momentum, compact):
     other[1].load_state_dict(through_a_file(one[1].state_dict()))
     for run in (one, other):
         train(*run, steps=[3])
-    sums = [optimizer._estimate.sums for _, optimizer in (one, other)]
+    sums = [optimizer._auto.estimate.sums for _, optimizer in (one, other)]
     torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-15)
     for mine, its in zip(one[1].param_groups, other[1].param_groups, strict=True):
         torch.testing.assert_close(mine["estimate"], its["estimate"], rtol=1e-12, atol=0.0)
@@ -143,7 +143,9 @@ def test_idle_parameters_and_late_groups_are_counted():
         optimizer.zero_grad()
         train(model, optimizer, range(4, 6))
     assert_close(one, other)
-    assert [count for _, opt in (one, other) for count in opt._estimate.counts] == [64 * 65] * 4
+    assert [count for _, opt in (one, other) for count in opt._auto.estimate.counts] == [
+        64 * 65
+    ] * 4
 
 
 def test_a_group_without_gradients_adds_no_weight():

@@ -49,7 +49,7 @@ def stages_share_one_estimate():
         many.share_estimate()
         for k in range(8):
             if k == 2 and "momentum" in options:
-                many._estimate.on_host = False  # as if its numbers were on a GPU
+                many._auto.estimate.on_host = False  # as if its numbers were on a GPU
             step(whole, one, k)
             step(parts, many, k)
             assert same_everywhere(many)
@@ -70,7 +70,7 @@ def a_parameter_whose_only_step_was_skipped_does_not_count():
     for k in range(6):
         for params, optimizer in ((whole, one), (parts, many)):
             if k in (2, 3) and optimizer is many:
-                many._estimate.on_host = k == 2  # then as if its numbers were on a GPU
+                many._auto.estimate.on_host = k == 2  # then as if its numbers were on a GPU
                 for param in params:
                     param.grad = torch.full_like(param, torch.inf)
                 many.found_inf = torch.ones(1)

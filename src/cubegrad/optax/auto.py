@@ -177,35 +177,23 @@ def advance(
     agreement = distance.agreement(xla, no_decay, estimate.agreement, newest[False])
     decaying = distance.agreement(xla, h, estimate.decaying, newest[True])
     step = count.astype(h.lr.dtype)
-    steps = distance.counted_steps(step, estimate.uncounted)
     weight = rule.step_weight(rule.MADGRAD, h.lr, step)
     old_root, root = estimate.root_mean, root_sum / coordinates
-    before, without, after = (
-        _scale(*pair)
-        for pair in (
-            (old_root, estimate.weight_sum),
-            (old_root, estimate.weight_sum + weight),
-            (root, estimate.weight_sum + weight),
-        )
-    )
-    share = distance.counted(xla, steps, before, without, after)
-    weight_sum = estimate.weight_sum + share * weight
-    scale = _scale(root, weight_sum)
-    weighed = weight_sum > 0  # false while a schedule of lr_factor starts at 0
+    old_sum, weight_sum = estimate.weight_sum, estimate.weight_sum + weight
+    pairs = (old_root, old_sum), (old_root, weight_sum), (root, weight_sum)
+    scales = distance.scales(xla, *(([mean], [total]) for mean, total in pairs))
+    share, uncounted = distance.counted(xla, step, estimate.uncounted, *scales)
+    weight_sum = old_sum + share * weight
+    (scale,) = distance.scales(xla, ([root], [weight_sum]))
     new = Estimate(
         distance.lower_bound(xla, estimate.distance, agreement + decaying, product, root_sum),
         agreement,
         decaying,
-        # At 0 the estimate would start again, so sums that overflow or underflow are not used.
-        jnp.where(weighed & (scale > 0) & (scale < jnp.inf), scale, estimate.gradient_scale),
+        # At 0 the estimate would start again, so sums that overflow or underflow are not used. Nor
+        # is there a scale while a schedule of lr_factor starts at 0.
+        jnp.where((scale > 0) & (scale < jnp.inf), scale, estimate.gradient_scale),
         weight_sum,
-        distance.uncounted_after(step, steps, share),
+        uncounted,
         root,
     )
     return Estimate(*(jnp.asarray(number, zero.dtype) for number in new))
-
-
-def _scale(mean_root: Array, weight_sum: Array) -> Array:
-    """H^{2/3}; without weights it is not used, and must only be finite."""
-    scale: Array = distance.gradient_scale(mean_root, jnp.where(weight_sum > 0, weight_sum, 1.0))
-    return scale

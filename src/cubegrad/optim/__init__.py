@@ -5,10 +5,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from cubegrad import rule
-from cubegrad.optim import auto
+from cubegrad.optim.auto import Shared, lr_of
+from cubegrad.optim.auto.lookup import estimated_lr
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
-from cubegrad.optim.lookup import estimated_lr
-from cubegrad.optim.shared import Shared
 
 __all__ = ["MADGRAD", "MirrorMADGRAD", "estimated_lr"]
 
@@ -59,7 +58,7 @@ class MADGRAD(BaseOptimizer):
         tensor, at no cost. `cubegrad.estimated_lr` finds it inside a wrapper.
         """
         self._check_auto("estimated_lr()", "read param_groups[0]['lr']")
-        return auto.lr_of(self.param_groups[0]["estimate"])
+        return lr_of(self.param_groups[0]["estimate"])
 
     def share_estimate(self, process_group: Any = None) -> None:
         """Make one estimate of lr="auto" with the same optimizer in the other processes.
@@ -70,7 +69,7 @@ class MADGRAD(BaseOptimizer):
         is all processes).
         """
         self._check_auto("share_estimate()", "build it with lr='auto'")
-        self._shared = Shared(process_group)
+        self._auto.shared = Shared(process_group)
 
     def _check_auto(self, what: str, remedy: str) -> None:
         group = self.param_groups[0]

@@ -14,12 +14,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, cautions, options, sharding
 from cubegrad.backends.batch import Backend
-from cubegrad.optim import auto, compiled, edit, first_estimate, inputs, release_checks
-from cubegrad.optim.auto import Estimate
-from cubegrad.optim.auto_checks import FactorWatch
+from cubegrad.optim import auto, compiled, edit, inputs, release_checks
+from cubegrad.optim.auto import Auto
 from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.repeat import Repeats
-from cubegrad.optim.shared import Shared
 from cubegrad.optim.step import step_groups
 from cubegrad.rule import Rule
 from cubegrad.state import checkpoint, state_dicts
@@ -50,12 +48,6 @@ class BaseOptimizer(Optimizer):
     _rule: Rule
     _opt_called: bool  # for torch's schedulers, which warn if they step first
     _has_had_gradients = False
-    _estimate: Estimate | None = None  # of lr="auto"
-    _steps_waited = 0  # by lr="auto", for a gradient to begin with
-    _has_warned_of_size = False  # of gradients too small for lr="auto" to begin with
-    _shared: Shared | None = None  # the processes that make one estimate
-    _last_params: list[Tensor] | None = None  # of the last step of lr="auto"
-    _factor_watch: FactorWatch | None = None  # of lr="auto", until the factors are known to be sane
     _release: GradientRelease | None = None
     _is_editing = False  # inside edit_weights()
 
@@ -100,6 +92,7 @@ class BaseOptimizer(Optimizer):
         defaults |= options.flags(defaults)
         self._repeats = Repeats()
         self._starts = Starts()
+        self._auto = Auto()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -123,7 +116,7 @@ class BaseOptimizer(Optimizer):
         param_group.setdefault("reference_lr", options.number("lr", param_group["lr"]))
         param_group.setdefault("last_eps", param_group["eps"])
         if param_group["auto_lr"]:
-            auto.hold(param_group, param_group.get("estimate", first_estimate.empty()))
+            auto.hold(param_group, param_group.get("estimate", auto.empty()))
 
     def __repr__(self) -> str:
         """As torch's, without what the groups keep for the next steps."""
@@ -145,7 +138,8 @@ class BaseOptimizer(Optimizer):
         super().__setstate__(state)
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._rule, self.state)
-        self._estimate = None
+        self._auto = getattr(self, "_auto", None) or Auto()  # a copy has none yet
+        self._auto.reset()
         for name in ("auto_lr", "compact", "stochastic_rounding"):
             self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:

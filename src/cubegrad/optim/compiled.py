@@ -1,6 +1,7 @@
 """The step that torch.compile traces: the plain rule, which the compiler fuses itself."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
-from cubegrad.optim import auto, step
+from cubegrad.optim import step
 from cubegrad.options import Hyper
 from cubegrad.state import conversion, layout
 from cubegrad.state.layout import Layout
@@ -47,7 +48,7 @@ def against_tracing(optimizer: "BaseOptimizer") -> str | None:
                     "compact=True or in half precision; leave fullgraph=True out"
                 )
     if any(group["auto_lr"] for group in groups):
-        return auto.against_tracing(optimizer)
+        return optimizer._auto.against_tracing(groups)
     return None
 
 
@@ -62,13 +63,13 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
         for group in groups:
             _step_group(optimizer, group, step.hyper(optimizer, group))
         return
-    hypers = auto.begin_step(optimizer, step.hyper)
+    hypers = optimizer._auto.begin(groups, optimizer.state, partial(step.hyper, optimizer))
     assert hypers is not None  # only the first step may have to wait
     idle = [
         _step_group(optimizer, group, h._replace(sums=h.sums[None]))
         for group, h in zip(groups, hypers, strict=True)
     ]
-    auto.end_traced_step(optimizer, hypers, idle)
+    optimizer._auto.end_traced(groups, hypers, idle)
 
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:

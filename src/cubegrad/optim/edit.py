@@ -13,8 +13,6 @@ from torch import Tensor
 
 from cubegrad import options, sharding
 from cubegrad.backends.batch import capturing
-from cubegrad.distance import FIELDS
-from cubegrad.optim import auto, first_estimate
 from cubegrad.optim.release_checks import refuse_in_open_step
 from cubegrad.optim.repeat import Repeats
 from cubegrad.state import edit, layout
@@ -83,29 +81,13 @@ def _follow(
         if is_estimated:
             total += torch.stack(agreements).to(total)
     if is_estimated:
-        _shorten_agreement(optimizer, group["estimate"], totals)
+        optimizer._auto.shorten(group["estimate"], totals)
 
 
 def _may_change_estimate(optimizer: "BaseOptimizer", group: Group, moved: set[Tensor]) -> bool:
     """Alike on all processes that would sum the change: one of them may have edited a weight."""
-    is_shared = optimizer._shared is not None or any(map(sharding.is_sharded, group["params"]))
+    is_shared = optimizer._auto.shared is not None or any(map(sharding.is_sharded, group["params"]))
     return is_shared or not moved.isdisjoint(group["params"])
-
-
-@torch.no_grad()
-def _shorten_agreement(
-    optimizer: "BaseOptimizer", row: Tensor, totals: dict[sharding.ShardedOver, Tensor]
-) -> None:
-    """lr="auto": what an edit takes from s, it takes from the agreement of the gradients too.
-
-    Their quotient would grow with every edit otherwise, and it is what the distance is found from.
-    """
-    parts = [sharding.sum_over_shards(part, over).to(row.device) for over, part in totals.items()]
-    total = torch.stack([row.new_zeros(2), *parts]).sum(0)
-    if optimizer._shared is not None:
-        total = optimizer._shared.sum(total.to(optimizer._shared.default_device())).to(row.device)
-    before, after = total
-    row[FIELDS.index("agreement")] *= torch.where(before > 0, after / before, 1.0)
 
 
 def _check_shapes(groups: list[Group], old: dict[Tensor, Tensor]) -> None:
@@ -140,10 +122,8 @@ def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None
     if chosen is None:
         for group in groups:
             group["last_eps"] = group["eps"]
-            if group["auto_lr"]:
-                auto.hold(group, first_estimate.empty())
-        optimizer._estimate = optimizer._last_params = optimizer._factor_watch = None
-        optimizer._steps_waited, optimizer._has_warned_of_size = 0, False
+        if any(group["auto_lr"] for group in groups):
+            optimizer._auto.restart(groups)
 
 
 def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:

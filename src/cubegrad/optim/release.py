@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from cubegrad import options, sharding
-from cubegrad.optim import auto, edit, release_checks, step
+from cubegrad.optim import edit, release_checks, step
 from cubegrad.optim.compiled import untraced
 from cubegrad.optim.release_checks import Held, version_of
 from cubegrad.optim.repeat import Prepared
@@ -139,8 +139,9 @@ class GradientRelease:
         groups = optimizer.param_groups
         if not any(group["auto_lr"] for group in groups):
             self._hypers = [step.hyper(optimizer, group) for group in groups]
-        elif optimizer._estimate is not None or _has_estimate(groups):
-            self._hypers = auto.begin_step(optimizer, step.hyper)
+        elif optimizer._auto.has_begun(groups):
+            hyper = partial(step.hyper, optimizer)
+            self._hypers = optimizer._auto.begin(groups, optimizer.state, hyper)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 self._stream = torch.cuda.current_stream()
         self.is_open = True
@@ -210,12 +211,8 @@ class GradientRelease:
         step.run_groups(optimizer, views, hypers, repeated, chosen)
         for group, view in zip(groups, views, strict=True):
             group["last_eps"] = view["last_eps"]
-        estimate = optimizer._estimate
-        if any(group["auto_lr"] for group in groups) and estimate is not None:
-            for index, (group, view) in enumerate(zip(groups, views, strict=True)):
-                silent = [param for param in view["params"] if param.grad is None]
-                estimate.look_up(index, group, silent, state)
-            auto.end_step(optimizer, hypers, repeated=range(len(groups)))
+        if any(group["auto_lr"] for group in groups):
+            optimizer._auto.end(groups, state, hypers, views=views)
 
     def _refuse_second_gradient(
         self, optimizer: "BaseOptimizer", param: Tensor, slot: Slot
@@ -264,10 +261,6 @@ def _bytes_kept(grad: Tensor) -> float:
     """
     grad = sharding.local(grad)
     return math.inf if grad.is_sparse else grad.untyped_storage().nbytes()
-
-
-def _has_estimate(groups: Sequence[Group]) -> bool:
-    return not all(math.isnan(auto.lr_of(group["estimate"])) for group in groups)
 
 
 def _refuse_other_owners(groups: Sequence[Group]) -> None:

@@ -67,7 +67,7 @@ class Prepared:
         journal: Journal,
     ) -> None:
         self.flags = [group[name] for name in options.FLAGS]
-        self.has_momentum = layout.has_momentum(group["momentum"])
+        self.momentum = group["momentum"]
         self.eps = group["eps"]
         self.params = list(group["params"])
         self.idle = [param for param in self.params if param not in own]
@@ -77,9 +77,10 @@ class Prepared:
 
     def tables(self, group: Group) -> list[Any] | None:
         """One for each part; None if the group cannot be stepped as it was."""
-        has_momentum = layout.has_momentum(group["momentum"])
-        flags = [group[name] for name in options.FLAGS]
-        if flags != self.flags or has_momentum != self.has_momentum:
+        momentum, had = group["momentum"], self.momentum
+        if momentum is not had and layout.has_momentum(momentum) != layout.has_momentum(had):
+            return None  # other buffers are needed
+        if [group[name] for name in options.FLAGS] != self.flags:
             return None
         if group["eps"] != self.eps:
             return None  # the group has to note it: see `last_eps`

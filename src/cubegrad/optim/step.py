@@ -5,6 +5,7 @@ that can be refused is refused first; then their parameters are gathered into ba
 updates each batch, and what is no longer needed is dropped.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.backends.batch import Backend, Batch, Member, Row, capturing
 from cubegrad.backends.native import tensors
-from cubegrad.optim import auto, inputs, sparse
+from cubegrad.optim import inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
 from cubegrad.rule import Rule
@@ -40,7 +41,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
     chosen = {index: check_group(optimizer, groups[index]) for index in indices}
     is_auto = any(group["auto_lr"] for group in groups)
     hypers = (
-        auto.begin_step(optimizer, hyper, same_params=not indices)
+        optimizer._auto.begin(groups, state, partial(hyper, optimizer), same_params=not indices)
         if is_auto
         else [hyper(optimizer, group) for group in groups]
     )
@@ -50,7 +51,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
         return
     run_groups(optimizer, groups, hypers, repeated, chosen)
     if is_auto:
-        auto.end_step(optimizer, hypers, repeated)
+        optimizer._auto.end(groups, state, hypers, repeated)
 
 
 def look_once(optimizer: "BaseOptimizer") -> None:

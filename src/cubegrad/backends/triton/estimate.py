@@ -9,6 +9,16 @@ from torch import Tensor, float32
 
 from cubegrad.backends.triton import on_device
 from cubegrad.backends.triton.kernel import cbrt
+from cubegrad.distance import FIELDS, SUMS
+
+COLUMNS, TERMS = tl.constexpr(len(FIELDS)), tl.constexpr(len(SUMS))
+DISTANCE = tl.constexpr(FIELDS.index("distance"))
+AGREEMENT = tl.constexpr(FIELDS.index("agreement"))
+LR = tl.constexpr(FIELDS.index("lr"))
+WEIGHT_SUM = tl.constexpr(FIELDS.index("weight_sum"))
+STEP = tl.constexpr(FIELDS.index("step"))
+UNCOUNTED = tl.constexpr(FIELDS.index("uncounted"))
+ROOT_SUM = tl.constexpr(FIELDS.index("root_sum"))
 
 COMPILED: dict[tuple[Any, ...], Callable[..., None]] = {}  # kernels by their variants
 
@@ -50,28 +60,29 @@ def advance_estimate(
     """
     group = tl.arange(0, GROUPS)
     real = group < n_groups
-    row, own = values + 7 * group, sums + 3 * group
+    row, own = values + COLUMNS * group, sums + TERMS * group
     newest = tl.load(own, real, 0.0)
     newest = tl.where(newest - newest == 0, newest, 0.0)  # one that is not finite is left out
     product = tl.sum(tl.load(own + 1, real, 0.0), 0)  # ⟨s_{k+1}, x_0 - z_{k+1}⟩
     roots = tl.load(own + 2, real, 0.0)
     norm = tl.sqrt(product) * tl.sqrt(tl.sum(roots, 0))  # ‖s‖ √tr A
-    for column in tl.static_range(3):
+    for column in tl.static_range(TERMS):
         tl.store(own + column, tl.zeros((GROUPS,), tl.float64), real)
     finite = True
     if found_inf is not None:
         finite = tl.load(found_inf) == 0
     if finite:
-        distance, lr, k = tl.load(values), tl.load(values + 2), tl.load(values + 4)
-        uncounted = tl.load(values + 5)
-        agreement = tl.load(row + 1, real, 0.0)
+        distance, lr = tl.load(values + DISTANCE), tl.load(values + LR)
+        k = tl.load(values + STEP)
+        uncounted = tl.load(values + UNCOUNTED)
+        agreement = tl.load(row + AGREEMENT, real, 0.0)
         if kept is not None:
             agreement *= tl.load(kept + group, real, 1.0)
         agreement += newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
         weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
         count = tl.load(counts + group, real, 0.0)
-        weight_sum = tl.load(row + 3, real, 0.0)  # Σ w_i λ_i
-        old_roots = tl.load(row + 6, real, 0.0)
+        weight_sum = tl.load(row + WEIGHT_SUM, real, 0.0)  # Σ w_i λ_i
+        old_roots = tl.load(row + ROOT_SUM, real, 0.0)
         before = group_scales(old_roots, weight_sum)
         after = group_scales(roots, weight_sum + weight)
         without = group_scales(old_roots, weight_sum + weight)
@@ -92,13 +103,13 @@ def advance_estimate(
         estimated = distance * tl.sqrt(distance) / (root * tl.sqrt(root))  # γ = D^{3/2} H^{-1/2}
         lr = tl.where(scales > 0, estimated * tl.sqrt(1 - uncounted), lr)
         every = tl.zeros((GROUPS,), tl.float64)
-        tl.store(row, every + distance, real)
-        tl.store(row + 1, agreement, real)
-        tl.store(row + 2, every + lr, real)
-        tl.store(row + 3, weight_sum, real)
-        tl.store(row + 4, every + (k + 1), real)
-        tl.store(row + 5, every + uncounted, real)
-        tl.store(row + 6, roots, real)
+        tl.store(row + DISTANCE, every + distance, real)
+        tl.store(row + AGREEMENT, agreement, real)
+        tl.store(row + LR, every + lr, real)
+        tl.store(row + WEIGHT_SUM, weight_sum, real)
+        tl.store(row + STEP, every + (k + 1), real)
+        tl.store(row + UNCOUNTED, every + uncounted, real)
+        tl.store(row + ROOT_SUM, roots, real)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cubegrad.optim.auto import Estimate
+    from cubegrad.optim.auto.estimate import Estimate
 
 
 class Shared:

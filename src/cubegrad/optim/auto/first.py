@@ -5,8 +5,8 @@ gradients that it cannot train with.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from cubegrad import distance, rule, sharding
 from cubegrad.cautions import warn
 from cubegrad.distance import FIELDS
 from cubegrad.functions import NumberFunctions, TorchFunctions
-from cubegrad.optim.auto_checks import FactorWatch
-from cubegrad.optim.shared import Shared
+from cubegrad.optim.auto.estimate import LR, coordinates, empty
+from cubegrad.optim.auto.shared import Shared
 from cubegrad.options import Hyper
 from cubegrad.state import layout
 
-if TYPE_CHECKING:
-    from cubegrad.optim.base import BaseOptimizer
-
 Group = dict[str, Any]
+State = Mapping[Tensor, Any]  # an optimizer's
 
 LONG_WAIT = 100  # steps
 DOMINANT = 0.99  # of the sum of all scales, by one of at least ten coordinates
@@ -40,38 +38,57 @@ class Totals(NamedTuple):
     largest: float  # the largest |g|^{2/3} in this process, or those that share the estimate
 
 
-def empty() -> Tensor:
-    """What a group holds before the first step: a checkpoint has a place for it from the start."""
-    return torch.zeros(len(FIELDS), dtype=torch.float64)
+class Waiting:
+    """What is known while there has been no gradient to begin with."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.has_warned_of_size = False  # Python repeats a warning if its numbers differ
+
+    def count(self, waits: bool) -> None:
+        """Count a step that waits; warns the user if there are many."""
+        self.steps = self.steps + 1 if waits else 0
+        if self.steps == LONG_WAIT:
+            warn(
+                f"lr='auto' has had no gradient that it can begin with for {LONG_WAIT} steps, and "
+                "no weight has moved; check that the loss depends on the parameters"
+            )
 
 
-def _has_begun(row: Tensor) -> bool:
+def has_begun(row: Tensor) -> bool:
     return row[FIELDS.index("distance")].item() > 0
 
 
-def rows(
-    optimizer: "BaseOptimizer", hyper: Callable[..., Hyper], device: torch.device
-) -> Tensor | None:
-    """What the groups hold or begin with; a group that joins takes over the shared numbers."""
-    groups = optimizer.param_groups
+def held_rows(groups: Sequence[Group], device: torch.device) -> Tensor | None:
+    """What the groups hold, if one has begun; those that join take over the shared numbers."""
     held = [_with_all_fields(group["estimate"].to(device, torch.float64)) for group in groups]
-    begun = [row for row in held if _has_begun(row)]
-    if begun:
-        joining = begun[0].clone()
-        for name in ("agreement", "weight_sum", "root_sum"):
-            joining[FIELDS.index(name)] = 0
-        return torch.stack([row if _has_begun(row) else joining for row in held])
-    hypers = [hyper(optimizer, group, 0.0) for group in groups]
-    shared, steps = optimizer._shared, _steps_counted(optimizer)
-    first = begin(optimizer, hypers, device)
+    begun = [row for row in held if has_begun(row)]
+    if not begun:
+        return None
+    joining = begun[0].clone()
+    for name in ("agreement", "weight_sum", "root_sum"):
+        joining[FIELDS.index(name)] = 0
+    return torch.stack([row if has_begun(row) else joining for row in held])
+
+
+def rows(
+    groups: Sequence[Group],
+    state: State,
+    hypers: Sequence[Hyper],
+    device: torch.device,
+    shared: Shared | None,
+    waiting: Waiting,
+) -> Tensor | None:
+    """What the groups begin with, if their gradients are good for it."""
+    steps = _steps_counted(groups, state)
+    first = begin(groups, hypers, device, shared, waiting)
     if shared is not None:
         first, steps = shared.agreed(first, steps, device)
     if first is None:
         return None
-    _forget_waiting(optimizer)
-    optimizer._factor_watch = FactorWatch()
+    _forget_waiting(groups, state)
     row = empty()
-    row[FIELDS.index("distance")], row[FIELDS.index("lr")] = first
+    row[FIELDS.index("distance")], row[LR] = first
     row[FIELDS.index("step")] = steps
     return row.repeat(len(groups), 1)
 
@@ -81,31 +98,33 @@ def _with_all_fields(row: Tensor) -> Tensor:
     return functional.pad(row, (0, len(FIELDS) - len(row)))
 
 
-def _steps_counted(optimizer: "BaseOptimizer") -> float:
+def _steps_counted(groups: Sequence[Group], state: State) -> float:
     """k of the parameters: they have counted the steps in which there was no gradient to use."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    states = (optimizer.state.get(param, {}) for param in params)
-    return max((float(state["step"]) for state in states if "step" in state), default=0.0)
+    states = (state.get(param, {}) for group in groups for param in group["params"])
+    return max((float(entries["step"]) for entries in states if "step" in entries), default=0.0)
 
 
-def _forget_waiting(optimizer: "BaseOptimizer") -> None:
+def _forget_waiting(groups: Sequence[Group], state: State) -> None:
     """A parameter that has only waited, and has no gradient now, has not been stepped yet.
 
     torch.distributed.checkpoint, for one, makes the state of all parameters by a step with
     gradients of 0. One that trains without a gradient would count in the mean of their sizes.
     """
-    for group in optimizer.param_groups:
+    for group in groups:
         for param in group["params"]:
-            if param.grad is None and "step" in optimizer.state.get(param, {}):
-                optimizer.state[param]["step"].zero_()
+            if param.grad is None and "step" in state.get(param, {}):
+                state[param]["step"].zero_()
 
 
 def begin(
-    optimizer: "BaseOptimizer", hypers: Sequence[Hyper], device: torch.device
+    groups: Sequence[Group],
+    hypers: Sequence[Hyper],
+    device: torch.device,
+    shared: Shared | None,
+    waiting: Waiting,
 ) -> tuple[float, float] | None:
     """D_0 and γ_0, or None if the gradients are all 0, too small or not finite."""
-    groups = optimizer.param_groups
-    totals = _totals(groups, hypers, device, optimizer._shared)
+    totals = _totals(groups, hypers, device, shared)
     if not math.isfinite(totals.scale):
         if hypers[0].found_inf is None:  # else a GradScaler takes care of it
             warn(
@@ -121,8 +140,8 @@ def begin(
     lr = distance.learning_rate(start, mean_scale)
     obstacle = _too_small(groups, hypers, start, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
-        if not optimizer._has_warned_of_size:  # Python repeats a warning if its numbers differ
-            optimizer._has_warned_of_size = True
+        if not waiting.has_warned_of_size:
+            waiting.has_warned_of_size = True
             warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
         return None
     obstacle = _too_large(groups, totals, lr)
@@ -209,20 +228,6 @@ def _limits(groups: Sequence[Group]) -> list[torch.finfo]:
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     dtypes = [layout.state_dtype(param) for param in params]
     return [torch.finfo(dtype) for dtype in dtypes or [torch.float32]]
-
-
-def waited(steps: int) -> int:
-    """One step more without a gradient to begin with; warns the user if there are many."""
-    if steps + 1 == LONG_WAIT:
-        warn(
-            f"lr='auto' has had no gradient that it can begin with for {LONG_WAIT} steps, and no "
-            "weight has moved; check that the loss depends on the parameters"
-        )
-    return steps + 1
-
-
-def coordinates(param: Tensor) -> int:
-    return param.numel() * (2 if param.is_complex() else 1)
 
 
 def device_of(groups: Sequence[Group]) -> torch.device | None:

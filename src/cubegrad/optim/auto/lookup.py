@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cubegrad.optim import auto
+from cubegrad.optim.auto.estimate import lr_of
 
 # Where wrappers keep the optimizer: those of accelerate, Lightning, DeepSpeed, fairscale, skorch
 # and torch (its schedulers and ZeroRedundancyOptimizer), and optimizers around another one.
@@ -23,7 +23,7 @@ def estimated_lr(optimizer: Any) -> float:
     """
     rows, seen = _estimates(optimizer, {})
     if len(rows) == 1:
-        return auto.lr_of(rows[0])
+        return lr_of(rows[0])
     if rows:
         raise ValueError(
             f"{type(optimizer).__name__} holds {len(rows)} optimizers with lr='auto', and "
