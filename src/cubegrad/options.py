@@ -82,7 +82,8 @@ def name_of(group: dict[str, Any], index: int) -> str:
 
 def flags(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the flags that are among the options, as plain booleans."""
-    return {name: flag(name, options[name]) for name in FLAGS if name in options}
+    given = ((name, options[name]) for name in FLAGS if name in options)
+    return {name: value if isinstance(value, bool) else flag(name, value) for name, value in given}
 
 
 def flag(name: str, value: Any) -> bool | None:

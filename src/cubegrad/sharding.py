@@ -33,6 +33,11 @@ def local(tensor: Any) -> Tensor:
     return shard
 
 
+def locals_of(tensors: list[Any]) -> list[Tensor]:
+    """`local` of each."""
+    return tensors if API not in sys.modules else [local(tensor) for tensor in tensors]
+
+
 def like(shard: Tensor, param: Any, shape: torch.Size | None = None) -> Tensor:
     """A DTensor of this shard, placed as its parameter is.
 
@@ -157,7 +162,9 @@ class ShardGradients:
     """
 
     def __init__(self, params: list[Tensor]) -> None:
-        self.pairs: list[tuple[Any, Tensor]] = [(p, local(p)) for p in params if is_sharded(p)]
+        self.pairs: list[tuple[Any, Tensor]] = []
+        if API in sys.modules:
+            self.pairs = [(param, local(param)) for param in params if is_sharded(param)]
 
     def __enter__(self) -> None:
         for param, shard in self.pairs:

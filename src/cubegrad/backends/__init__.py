@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from cubegrad.backends import eager, foreach
-from cubegrad.backends.batch import Backend
+from cubegrad.backends.batch import PLAIN_CLASSES, Backend
 
-# Classes whose tensors are what they seem; others may lack list operations, or have no address.
-PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 FUSED = {"cpu": "native", "cuda": "triton"}  # by the type of device
 
 

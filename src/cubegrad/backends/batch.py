@@ -7,8 +7,10 @@ from torch import Tensor
 
 from cubegrad.options import Hyper
 from cubegrad.sharding import ShardedOver
-from cubegrad.state.layout import Layout, is_half
+from cubegrad.state.layout import Layout
 
+# Classes whose tensors are what they seem; others may lack list operations, or have no address.
+PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Spans = list[tuple[int, int]]  # memory, as memory.span gives it
 
 
@@ -40,10 +42,6 @@ class Member(NamedTuple):
     row: Row
     drops: tuple[str, ...] = ()  # buffers that are held and used, but not needed after this step
 
-    def needs_indices(self, rounds_at_random: bool) -> bool:
-        """Whether numbers are rounded at random by their index in the whole parameter."""
-        return self.layout.is_coded or (rounds_at_random and is_half(self.owner))
-
 
 class Batch(NamedTuple):
     """Parameters that are updated together: of one layout, device, dtype and gradient dtype."""
@@ -58,9 +56,10 @@ class Batch(NamedTuple):
     def params(self) -> list[Tensor]:
         return [row.param for row in self.rows]
 
-    def rounds(self, param: Tensor) -> bool:
-        """Whether a parameter with sums is rounded at random."""
-        return self.rounds_at_random and is_half(param) and not self.layout.is_coded
+    @property
+    def rounds(self) -> bool:
+        """Whether the parameters are rounded at random after the step."""
+        return self.rounds_at_random and self.layout.rounds_param(self.rows[0].param)
 
 
 class Launch(Protocol):

@@ -13,16 +13,14 @@ from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.state import compact
-from cubegrad.state.layout import CodedLayout
+from cubegrad.state.layout import Layout
 
 
 def step(batch: Batch, h: Hyper) -> None:
-    layout = batch.layout
-    assert isinstance(layout, CodedLayout)
     for row in batch.rows:
         finite = None if h.found_inf is None else h.found_inf.to(row.param.device).reshape(()) == 0
         for piece in _pieces(row):
-            _step(layout, piece, h, finite)
+            _step(batch.layout, piece, h, finite)
         row.step.add_(1 if finite is None else finite.to(row.step))
 
 
@@ -37,7 +35,7 @@ def _pieces(row: Row) -> Iterator[Row]:
         first += param.numel()
 
 
-def _step(layout: CodedLayout, row: Row, h: Hyper, finite: Tensor | None) -> None:
+def _step(layout: Layout, row: Row, h: Hyper, finite: Tensor | None) -> None:
     param, grad, step, buffers, first = row
     k = step.to(torch.float32) if h.on_device else step.item()
     x, g = (compact.blocks(tensor.to(torch.float32)) for tensor in (param, grad))

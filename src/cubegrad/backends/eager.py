@@ -18,14 +18,14 @@ def checked(batch: Batch) -> Batch:
 
 
 def step(batch: Batch, h: Hyper) -> None:
-    if batch.layout.is_coded:
-        coded.step(batch, h)
-        return
-    names = batch.layout.buffers
+    STEPS[batch.layout.form](batch, h)
+
+
+def _step_sums(batch: Batch, h: Hyper) -> None:
+    names, rounds = batch.layout.buffers, batch.rounds
     for given in batch.rows:
         row = given if h.differentiable else given.with_dimensions()
         param, grad, step, buffers, _ = row
-        rounds = batch.rounds(param)
         # The last bit, and so a rounding, must not depend on how a parameter is sharded.
         xp = CodedFunctions if rounds else TorchFunctions
         dtype = state_dtype(param)
@@ -50,3 +50,6 @@ def step(batch: Batch, h: Hyper) -> None:
             if value is not target:
                 target.copy_(value if finite is None else torch.where(finite, value, target))
         step += 1 if finite is None else finite.to(step)
+
+
+STEPS = {"sums": _step_sums, "codes": coded.step}

@@ -100,11 +100,12 @@ def checked(batch: Batch) -> Batch:
 
 
 def step(batch: Batch, h: Hyper) -> None:
-    if batch.layout.is_coded:  # in pieces that are too large for lists to gain anything
-        coded.step(batch, h)
-        return
+    STEPS[batch.layout.form](batch, h)
+
+
+def _step_sums(batch: Batch, h: Hyper) -> None:
     for rows in _by_step([row.with_dimensions() for row in batch.rows], h):
-        for part in _slices(rows, by_rows=batch.rounds(rows[0].param)):
+        for part in _slices(rows, by_rows=batch.rounds):
             _run(batch, part, h)
     torch._foreach_add_([row.step for row in batch.rows], 1)
 
@@ -169,7 +170,7 @@ def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     names = batch.layout.buffers
     old = dict(zip(names, map(TensorList, state), strict=True))
     grad = TensorList([grad.to(dtype) for grad in grads])
-    rounds = batch.rounds(params[0])
+    rounds = batch.rounds
     xp = (ExactListFunctions if rounds else ListFunctions)(h.eps)
     new_x, new = rule.step(xp, batch.layout.rule, h, k, x, grad, old)
     if h.sums is not None:
@@ -182,3 +183,7 @@ def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     for name, targets in zip(names, state, strict=True):
         if new[name] is not old[name]:
             torch._foreach_copy_(targets, new[name].tensors)
+
+
+# Codes in pieces that are too large for lists to gain anything.
+STEPS = {"sums": _step_sums, "codes": coded.step}

@@ -15,7 +15,7 @@ from cubegrad.backends import memory
 from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.state.layout import CodedLayout, Layout
+from cubegrad.state.layout import Layout
 
 
 def checked(batch: Batch) -> Batch:
@@ -56,9 +56,9 @@ def _checked_spans(layout: Layout, row: Row) -> Spans:
             raise _wrong_state(tensor, shape, dtype, param.device)
     if step.shape or step.dtype != torch.float32:
         raise _wrong_state(step, torch.Size(), torch.float32, param.device)
-    spans = []
-    for tensor in (grad, param, step, *buffers):
-        start, end = memory.span(tensor)
+    touched = (grad, param, step, *buffers)
+    spans = memory.spans(touched)
+    for tensor, (start, end) in zip(touched, spans, strict=True):
         storage = tensor.untyped_storage()
         offset = tensor.storage_offset() * tensor.element_size()
         if end > start and (start == 0 or offset + end - start > storage.nbytes()):
@@ -66,7 +66,6 @@ def _checked_spans(layout: Layout, row: Row) -> Spans:
                 f"a tensor of shape {tuple(tensor.shape)} has a storage of {storage.nbytes()} "
                 "bytes, which must hold all its elements; resize the storage back before the step"
             )
-        spans.append((start, end))
     return spans
 
 
@@ -81,7 +80,8 @@ def _wrong_state(
 
 
 def _launch(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | None:
-    dense = [_dense(batch, row) for row in batch.rows]
+    fits, rounds = FITS[batch.layout.form], batch.rounds
+    dense = [_dense(row, fits(row, rounds)) for row in batch.rows]
     launch = make(batch._replace(rows=dense))
     table, _ = launch.table(array("q", (row.grad.data_ptr() for row in dense)).tobytes())
     launch.run(h, table)
@@ -108,11 +108,11 @@ def addresses(batch: Batch) -> list[tuple[int, ...]]:
     number of elements; if it is rounded at random, also the length of a row of the parameter, the
     first index and the spacing.
     """
-    rows = []
+    rows, rounds = [], batch.rounds
     for param, _, step, buffers, first in batch.rows:
         state = [buffer.data_ptr() for buffer in buffers] + [0] * (3 - len(buffers))
         numbers = (0, 0, 1)
-        if batch.rounds(param):
+        if rounds:
             numbers = (codec.row_length(param.shape), first, spacing(param))
         rows.append((param.data_ptr(), *state, step.data_ptr(), param.numel(), *numbers))
     return rows
@@ -125,7 +125,6 @@ def coded_addresses(batch: Batch) -> list[tuple[int, ...]]:
     of blocks, the length of a row of the parameter, the first index and the spacing. Where rows are
     whole blocks, each block is a row: so no length exceeds an int32.
     """
-    assert isinstance(batch.layout, CodedLayout)
     rows = []
     for param, _, step, buffers, first in batch.rows:
         codes = batch.layout.codes(buffers)
@@ -147,23 +146,10 @@ def spacing(param: Tensor) -> int:
     return 1 if param.is_contiguous() else param[0, 0].numel()
 
 
-def _dense(batch: Batch, row: Row) -> Row:
-    """The row if its tensors lie as a kernel wants them, else with copies that do.
-
-    On one device, densely and alike. The blocks of codes follow the indices, so they have to be
-    contiguous. A parameter that is rounded by its indices has to be contiguous or channels last.
-    """
+def _dense(row: Row, fits: bool) -> Row:
+    """The row if its tensors lie as a kernel wants them, else with copies that do."""
     param, grad, step, buffers, _ = row
     step = step.to(param.device)
-    forms = FORMATS.get(param.dim(), PLAIN)
-    if batch.layout.is_coded:
-        fits = all(buffer.is_contiguous() for buffer in buffers)
-        fits = fits and any(_lie_as(form, param, grad) for form in forms)
-    else:
-        like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
-        fits = memory.are_aligned(param, grad, *like_param)
-        if batch.rounds(param):
-            fits = fits and any(_lie_as(form, param) for form in forms)
     if fits:
         return row._replace(step=step)
     param, grad, *dense = (t.resolve_neg().contiguous() for t in (param, grad, *buffers))
@@ -179,3 +165,31 @@ FORMATS = {  # by the number of dimensions
 
 def _lie_as(form: torch.memory_format, *tensors: Tensor) -> bool:
     return all(t.is_contiguous(memory_format=form) and not t.is_neg() for t in tensors)
+
+
+def _sums_fit(row: Row, rounds: bool) -> bool:
+    """On one device, densely and alike.
+
+    A parameter that is rounded by its indices has to be contiguous or channels last.
+    """
+    param, grad, _, buffers, _ = row
+    like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
+    if not memory.are_aligned(param, grad, *like_param):
+        return False
+    return not rounds or any(_lie_as(form, param) for form in FORMATS.get(param.dim(), PLAIN))
+
+
+def _codes_fit(row: Row, rounds: bool) -> bool:
+    """The blocks of codes follow the indices, so they have to be contiguous."""
+    del rounds  # the parameter always is
+    param, grad, _, buffers, _ = row
+    forms = FORMATS.get(param.dim(), PLAIN)
+    contiguous = all(buffer.is_contiguous() for buffer in buffers)
+    return contiguous and any(_lie_as(form, param, grad) for form in forms)
+
+
+# By the form of the state: the kernel's table, where a row of it has the size of its tensor, and
+# whether a row's tensors lie as the kernel wants them.
+TABLES = {"sums": addresses, "codes": coded_addresses}
+SIZES = {"sums": 5, "codes": 8}
+FITS = {"sums": _sums_fit, "codes": _codes_fit}

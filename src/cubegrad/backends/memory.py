@@ -19,6 +19,16 @@ def span(tensor: Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def spans(tensors: Sequence[Tensor]) -> list[Span]:
+    """The span of each."""
+    return [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        if tensor.is_contiguous()
+        else span(tensor)
+        for tensor in tensors
+    ]
+
+
 def are_aligned(first: Tensor, *others: Tensor) -> bool:
     """Whether one offset in memory means one coordinate in all of them, with no gaps between."""
     if any(tensor.is_neg() or tensor.is_conj() for tensor in (first, *others)):

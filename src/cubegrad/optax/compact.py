@@ -27,22 +27,18 @@ BUFFERS = tuple(name if name.endswith("scale") else f"{name}_code" for name in C
 SCALES = tuple(name.endswith("scale") for name in Codes._fields)
 
 
-def is_coded(param: Array) -> bool:
-    """Whether the parameter is large enough, and of a dtype, to keep its state in codes.
+def why_not_coded(param: Array) -> str | None:
+    """What keeps the parameter's state from being in codes.
 
     How it is sharded does not count: inside `jit` that is not known.
     """
-    return _why_not_coded(param) is None
-
-
-def _why_not_coded(param: Array) -> str | None:
     return codec.why_not_coded(param.dtype.name, _real_shape(param))
 
 
 def warn_of_uncoded(params: Any) -> None:
     tensors = jax.tree_util.tree_leaves_with_path(params)
     cautions.warn_of_uncoded(
-        (f"params{jax.tree_util.keystr(path)}", jnp.size(param), _why_not_coded(jnp.asarray(param)))
+        (f"params{jax.tree_util.keystr(path)}", jnp.size(param), why_not_coded(jnp.asarray(param)))
         for path, param in tensors
     )
 

@@ -33,7 +33,7 @@ def initial_buffers(
 ) -> dict[str, Array | None]:
     """The buffers before the first step, never an alias of `param`; None for one not kept."""
     param, kept = jnp.asarray(param), dict[str, Array | None]()
-    if settings.compact and compact.is_coded(param):
+    if settings.compact and compact.why_not_coded(param) is None:
         codes = [name for name in names if name in compact.BUFFERS]
         if settings.no_momentum:  # x is z
             codes = [name for name in codes if not name.startswith("offset")]

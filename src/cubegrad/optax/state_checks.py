@@ -82,8 +82,8 @@ def check_buffers(
     """
     for (path, param), values in zip(tree_flatten_with_path(params)[0], rows, strict=True):
         held = {name: v for name, v in zip(names, values, strict=True) if v is not None}
-        is_coded = "root_code" in held
-        wanted = [name for name in names if name.endswith(("_code", "_scale")) is is_coded]
+        in_codes = "root_code" in held
+        wanted = [name for name in names if name.endswith(("_code", "_scale")) is in_codes]
         at_rest = ("initial_param", "offset_code", "offset_scale")  # not kept at momentum 0
         lacks = [n for n in wanted if n not in held and not (settings.no_momentum and n in at_rest)]
         if lacks:

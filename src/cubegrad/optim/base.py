@@ -217,8 +217,8 @@ class BaseOptimizer(Optimizer):
 
     def _backend(self, group: Group) -> Backend:
         # Parameters without a gradient are not stepped, so it does not matter where they are.
-        live = [sharding.local(param) for param in group["params"] if param.grad is not None]
-        return backends.choose(live, group)
+        live = [param for param in group["params"] if param.grad is not None]
+        return backends.choose(sharding.locals_of(live), group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

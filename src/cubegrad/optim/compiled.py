@@ -74,7 +74,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
     """Returns step count, s and ν of parameters with a state and no gradient now, in turns."""
-    forms = _forms(optimizer, group)
+    forms = layout.full_forms(optimizer._rule, group)
     idle: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for form in forms for _ in (*SHARED, *form.buffers)]
     # Once for all forms: gathering the state a second time might replace tensors that the trace has
@@ -86,12 +86,6 @@ def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tens
 
 
 SHARED = ("param", "grad", "step")  # what every form has a column for, beside its buffers
-
-
-def _forms(optimizer: "BaseOptimizer", group: Group) -> list[Layout]:
-    """The forms that a state may have in this group, each with every buffer."""
-    coded = (False, True) if group["compact"] else (False,)
-    return [layout.full(optimizer._rule, form) for form in coded]
 
 
 def _columns_of(forms: list[Layout], columns: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
@@ -127,13 +121,13 @@ def fill_columns(
     """Fill the lists with what has a gradient; this runs while the step is traced, not in it."""
     optimizer._opt_called = True  # for torch's schedulers
     weight = Weight.of(group["lr"], getattr(optimizer, "found_inf", None))
-    forms = _forms(optimizer, group)
-    by_form = dict(zip((form.is_coded for form in forms), _columns_of(forms, columns), strict=True))
-    names = {form.is_coded: (*SHARED, *form.buffers) for form in forms}
+    forms = layout.full_forms(optimizer._rule, group)
+    by_form = dict(zip((full.form for full in forms), _columns_of(forms, columns), strict=True))
+    names = {full.form: (*SHARED, *full.buffers) for full in forms}
     for param, used, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):
-        own, buffers = names[used.is_coded], zip(used.buffers, row.buffers, strict=True)
+        own, buffers = names[used.form], zip(used.buffers, row.buffers, strict=True)
         for name, tensor in (("param", param), ("grad", row.grad), ("step", row.step), *buffers):
-            by_form[used.is_coded][own.index(name)].append(tensor)
+            by_form[used.form][own.index(name)].append(tensor)
     if group["auto_lr"]:
         for param in group["params"]:
             state = optimizer.state.get(param, {})

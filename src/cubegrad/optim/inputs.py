@@ -75,15 +75,4 @@ def _check_state(rule: Rule, name: str, param: Tensor, entries: dict[str, Any]) 
             f"{sorted(layout.required(rule))}, or all of the codes that belong together; put "
             "states in with load_state_dict"
         )
-    if not held.is_coded:
-        return
-    shard = layout.as_real(sharding.local(param.detach()))
-    for buffer, (shape, dtype) in zip(held.buffers, held.forms(shard), strict=True):
-        own = entries[buffer]
-        own = sharding.local(compact.from_bytes(own, param) if buffer == held.start else own)
-        if (own.shape, own.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "
-                f"{dtype} of shape {tuple(shape)}; put states in with load_state_dict. If you "
-                "have changed the dtype of the parameter, call restart() or change it back"
-            )
+    held.check(name, param, entries)

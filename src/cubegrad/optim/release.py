@@ -176,8 +176,7 @@ class GradientRelease:
         if hypers is None:  # no gradient has come, or all are held
             step.step_groups(optimizer)
         else:
-            optimizer._opt_called = True  # for torch's schedulers
-            self._step_remaining(optimizer, list(map(self._remaining, groups)), hypers)
+            step.step_groups(optimizer, list(map(self._remaining, groups)), hypers)
         for group in groups:
             for param in group["params"]:
                 param.grad = None
@@ -198,21 +197,6 @@ class GradientRelease:
                     "got another gradient, and each may have one for a step(); call zero_grad()"
                 )
         return {**group, "params": params, "param_names": names}
-
-    def _step_remaining(
-        self, optimizer: "BaseOptimizer", views: list[Group], hypers: list[Hyper]
-    ) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
-        if not optimizer._has_had_gradients:
-            step.look_once(optimizer)
-        repeated = optimizer._repeats.ready(views, state)
-        indices = [index for index in range(len(views)) if index not in repeated]
-        chosen = {index: step.check_group(optimizer, views[index]) for index in indices}
-        step.run_groups(optimizer, views, hypers, repeated, chosen)
-        for group, view in zip(groups, views, strict=True):
-            group["last_eps"] = view["last_eps"]
-        if any(group["auto_lr"] for group in groups):
-            optimizer._auto.end(groups, state, hypers, views=views)
 
     def _refuse_second_gradient(
         self, optimizer: "BaseOptimizer", param: Tensor, slot: Slot

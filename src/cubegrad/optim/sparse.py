@@ -58,14 +58,11 @@ def step_rows(
     members: list[Member],
     rounds_at_random: bool,
 ) -> list[Member]:
-    """Step the members whose rows suffice; returns the others, with dense gradients.
-
-    Rows that are cut out have lost their index in the whole parameter.
-    """
+    """Step the members whose rows suffice; returns the others, with dense gradients."""
     rest = []
     for member in members:
         grad = member.row.grad
-        by_rows = not member.needs_indices(rounds_at_random) and _rows_suffice(h, momentum, member)
+        by_rows = _rows_suffice(h, momentum, member, rounds_at_random)
         if grad.is_sparse and by_rows:
             _step_rows(backend, h, member)
         else:
@@ -75,12 +72,14 @@ def step_rows(
     return rest
 
 
-def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member) -> bool:
+def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member, at_random: bool) -> bool:
     """Whether rows without a gradient stay as they are.
 
     Not under decoupled decay, and not if x may still be on its way to z: then a buffer is still
     held that a momentum of 0 does not need.
     """
+    if member.layout.needs_indices(member.owner, at_random):
+        return False  # rows that are cut out lose them
     return h.shrink is None and not isinstance(momentum, Tensor) and not member.drops
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from cubegrad import options, sharding
-from cubegrad.backends.batch import Backend, Batch, Member, Row, capturing
+from cubegrad.backends.batch import PLAIN_CLASSES, Backend, Batch, Member, Row, capturing
 from cubegrad.backends.native import tensors
 from cubegrad.optim import inputs, sparse
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
-from cubegrad.rule import Rule
 from cubegrad.state import conversion, layout
 from cubegrad.state.layout import Layout
 from cubegrad.state.start import Weight
@@ -28,30 +27,42 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 
 
-def step_groups(optimizer: "BaseOptimizer") -> None:
+def step_groups(
+    optimizer: "BaseOptimizer",
+    views: list[Group] | None = None,
+    hypers: list[Hyper] | None = None,
+) -> None:
+    """Step all groups, or end a step that release.py has begun.
+
+    Of that, `hypers` are the numbers, and `views` the groups with what has not been stepped yet.
+    """
     groups, state = optimizer.param_groups, optimizer.state
     optimizer._opt_called = True  # for torch's schedulers
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _refuse_blind_capture(groups)
     if not optimizer._has_had_gradients:
         look_once(optimizer)
-    repeated = optimizer._repeats.ready(groups, state)
+    now = groups if views is None else views
+    repeated = optimizer._repeats.ready(now, state)
     # Everything that can be refused is refused before anything changes.
     indices = [index for index in range(len(groups)) if index not in repeated]
-    chosen = {index: check_group(optimizer, groups[index]) for index in indices}
+    chosen = {index: check_group(optimizer, now[index]) for index in indices}
     is_auto = any(group["auto_lr"] for group in groups)
-    hypers = (
-        optimizer._auto.begin(groups, state, partial(hyper, optimizer), same_params=not indices)
-        if is_auto
-        else [hyper(optimizer, group) for group in groups]
-    )
+    if hypers is None and is_auto:
+        own = partial(hyper, optimizer)
+        hypers = optimizer._auto.begin(groups, state, own, same_params=not indices)
+    elif hypers is None:
+        hypers = [hyper(optimizer, group) for group in groups]
     if hypers is None:  # lr="auto" has had no gradient yet that gives it a scale
         for group in groups:
             _count_step(optimizer, group)
         return
-    run_groups(optimizer, groups, hypers, repeated, chosen)
+    _run_groups(optimizer, now, hypers, repeated, chosen)
+    if views is not None:
+        for group, view in zip(groups, views, strict=True):
+            group["last_eps"] = view["last_eps"]
     if is_auto:
-        optimizer._auto.end(groups, state, hypers, repeated)
+        optimizer._auto.end(groups, state, hypers, repeated, views)
 
 
 def look_once(optimizer: "BaseOptimizer") -> None:
@@ -62,7 +73,7 @@ def look_once(optimizer: "BaseOptimizer") -> None:
         inputs.warn_of_uncoded(groups)
 
 
-def run_groups(
+def _run_groups(
     optimizer: "BaseOptimizer",
     groups: list[Group],
     hypers: list[Hyper],
@@ -151,7 +162,12 @@ def step_group(
         return None
     at_random = options.rounds_at_random(group)
     if not h.differentiable:
-        members = [_local(member, at_random) for member in members]
+        members = [
+            member
+            if type(member.owner) in PLAIN_CLASSES and type(member.row.grad) is Tensor
+            else _local(member, at_random)
+            for member in members
+        ]
     dense = members
     if any(member.row.grad.is_sparse for member in members):
         dense = sparse.step_rows(backend, h, group["momentum"], members, at_random)
@@ -188,51 +204,61 @@ def gather(
     With `alike` all whose state is in one form, codes or sums, keep the same buffers.
     """
     _recover_at_last_eps(optimizer, group)
-    rule = optimizer._rule
-    count_on_device = layout.counts_on_device(group, fused)
+    on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
-    layouts = [layout.needed(rule, group, param) for param in params]
+    needed = [layout.needed(optimizer._rule, group, param) for param in params]
     if alike:
-        layouts = _alike(rule, layouts, [optimizer.state[param] for param in params])
-    in_graph = capturing()  # which would read x_0 again at every replay
+        needed = layout.alike(needed, [optimizer.state[param] for param in params])
     members = []
-    for param, needed in zip(params, layouts, strict=True):
-        state = optimizer.state[param]
-        if "step" not in state:  # a wrapper may have put an entry of its own there
-            state.update(needed.fresh(param, count_on_device))
-            used = needed
-            if needed.start is not None and weight is not Weight.SOME:
-                optimizer._starts.add(param, state[needed.start])
+    for param, own in zip(params, needed, strict=True):
+        entries = optimizer.state[param]
+        if "step" not in entries:  # a wrapper may have put an entry of its own there
+            used = _fresh(optimizer, param, own, weight, on_device)
         else:
-            used = layout.held(rule, state) or needed
-            used.take_bytes(param, state)
-            if not in_graph:
-                optimizer._starts.read_again(param, used, state, weight)
-            if count_on_device and state["step"].device != param.device:
-                state["step"] = state["step"].to(param.device)
-            to = needed
-            if used.is_coded != needed.is_coded:  # x may be on its way to z, whatever is needed now
-                to = layout.full(rule, needed.is_coded)
-            if not set(to.buffers) <= set(used.buffers):
-                conversion.convert(param, state, to, group["eps"])
-                optimizer._starts.renew(param, to, state)
-                used = to
-        buffers = tuple(state[name] for name in used.buffers)
-        row = Row(param, param.grad, state["step"], buffers)
-        drops = tuple(name for name in used.buffers if name not in needed.buffers)
+            held = _restored(optimizer, param, own, weight, on_device)
+            used = _converted(optimizer, param, held, own, group["eps"])
+        buffers = tuple(entries[name] for name in used.buffers)
+        row = Row(param, param.grad, entries["step"], buffers)
+        drops = tuple(name for name in used.buffers if name not in own.buffers)
         members.append(Member(param, used, row, drops))
     return members
 
 
-def _alike(rule: Rule, needed: list[Layout], states: list[dict[str, Any]]) -> list[Layout]:
-    """The layouts with every buffer, where one in that form has or gets every buffer."""
-    whole = set()
-    for mine, state in zip(needed, states, strict=True):
-        full, held = layout.full(rule, mine.is_coded), layout.held(rule, state)
-        if mine is full or held is full or (held and held.is_coded != mine.is_coded):
-            whole.add(full)
-    pairs = ((mine, layout.full(rule, mine.is_coded)) for mine in needed)
-    return [full if full in whole else mine for mine, full in pairs]
+def _fresh(
+    optimizer: "BaseOptimizer", param: Tensor, needed: Layout, weight: Weight, on_device: bool
+) -> Layout:
+    """Make the state of a parameter that has none; returns its layout, as the next two do."""
+    entries = optimizer.state[param]
+    entries.update(needed.fresh(param, on_device))
+    if needed.start is not None and weight is not Weight.SOME:
+        optimizer._starts.add(param, entries[needed.start])
+    return needed
+
+
+def _restored(
+    optimizer: "BaseOptimizer", param: Tensor, needed: Layout, weight: Weight, on_device: bool
+) -> Layout:
+    """Bring a state up to date that was loaded, or left by an earlier step."""
+    entries = optimizer.state[param]
+    held = layout.held(optimizer._rule, entries) or needed
+    held.take_bytes(param, entries)
+    if not capturing():  # a graph would read x_0 again at every replay
+        optimizer._starts.read_again(param, held, entries, weight)
+    if on_device and entries["step"].device != param.device:
+        entries["step"] = entries["step"].to(param.device)
+    return held
+
+
+def _converted(
+    optimizer: "BaseOptimizer", param: Tensor, held: Layout, needed: Layout, eps: float
+) -> Layout:
+    """Change the form of a state, or give it the buffers that it lacks."""
+    target = layout.target(held, needed)
+    if target is not held:
+        entries = optimizer.state[param]
+        conversion.convert(param, entries, target, eps)
+        optimizer._starts.renew(param, target, entries)
+    return target
 
 
 def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
@@ -240,12 +266,11 @@ def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
     last, group["last_eps"] = group["last_eps"], group["eps"]
     if last == group["eps"]:
         return
-    full = layout.full(optimizer._rule)
     for param in group["params"]:
-        state = optimizer.state.get(param, {})
-        held = layout.held(optimizer._rule, state)
-        if "step" in state and held not in (full, None) and not held.is_coded:
-            state["initial_param"] = layout.recovered_start(held.rule, param, state, last)
+        entries = optimizer.state.get(param, {})
+        held = layout.held(optimizer._rule, entries)
+        if "step" in entries and held is not None and held.recovers_start:
+            entries["initial_param"] = layout.recovered_start(held.rule, param, entries, last)
 
 
 def _drop_unneeded(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) -> None:
@@ -260,13 +285,11 @@ def _drop_unneeded(optimizer: "BaseOptimizer", members: list[Member], h: Hyper) 
 
 def _local(member: Member, at_random: bool) -> Member:
     """The member with what this process holds of its tensors."""
-    param, grad, step, buffers, _ = member.row
-    if type(grad) is not Tensor or sharding.is_sharded(param):
-        local = tuple(map(sharding.local, buffers))
-        first = sharding.first_index(param) if member.needs_indices(at_random) else 0
-        row = Row(sharding.local(param), sharding.gradient(grad, param), step, local, first)
-        return member._replace(row=row)
-    return member
+    owner, used, (param, grad, step, buffers, _), _ = member
+    held = tuple(map(sharding.local, buffers))
+    first = sharding.first_index(param) if used.needs_indices(owner, at_random) else 0
+    row = Row(sharding.local(param), sharding.gradient(grad, param), step, held, first)
+    return member._replace(row=row)
 
 
 def _batches(members: list[Member], at_random: bool, apart_by_sharding: bool) -> list[Batch]:

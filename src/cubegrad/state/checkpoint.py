@@ -180,8 +180,7 @@ def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) 
             f"may be missing), or step and with compact=True {' or '.join(map(str, codes))}: "
             f"{remedy}"
         )
-    lacks_start = not held.is_coded and held != layout.full(rule)
-    if lacks_start and layout.has_momentum(group["momentum"]):
+    if held.recovers_start and layout.has_momentum(group["momentum"]):
         raise ValueError(
             f"the state of parameter {key!r} has no initial_param, which its group's "
             f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
@@ -232,7 +231,6 @@ def complete(
                 continue
             if held.is_coded and isinstance(entries.get(held.start), Tensor):
                 entries[held.start] = compact.as_bytes(entries[held.start], param)
-            lacks = not held.is_coded and held != layout.full(rule)
-            if lacks and layout.has_momentum(group["momentum"]):
+            if held.recovers_start and layout.has_momentum(group["momentum"]):
                 start = layout.recovered_start(rule, param, state[param], group["last_eps"])
                 entries["initial_param"] = start

@@ -24,15 +24,37 @@ class Layout(NamedTuple):
     rule: Rule  # that updates it
     buffers: tuple[str, ...]
     start: str | None  # the buffer that starts as a copy of the parameter; the others start at 0
+    form: str = "sums"  # or "codes": backends have a step for each
 
     @property
     def keeps_initial_param(self) -> bool:
-        return self.start == "initial_param"
+        return self.rule.pulls and self.start is not None
+
+    @property
+    def recovers_start(self) -> bool:
+        """Whether x_0, which a pull needs, is found from x and the sums."""
+        return self.rule.pulls and self.start is None
 
     @property
     def is_coded(self) -> bool:
-        """Whether the buffers are codes and scales, as codec.py has them."""
-        return False
+        return self.form == "codes"
+
+    def rounds_param(self, param: Tensor) -> bool:
+        """Whether rounding at random is done after the step; with codes the step does it."""
+        return self.form == "sums" and is_half(param)
+
+    def needs_indices(self, param: Tensor, at_random: bool) -> bool:
+        """Whether numbers are rounded at random, by their index in the whole parameter."""
+        return self.form == "codes" or (at_random and is_half(param))
+
+    def codes(self, buffers: Sequence[Tensor]) -> Codes:
+        """The buffers that are codes and scales; None for what is not kept."""
+        own = dict(zip(self.buffers, buffers, strict=True))
+        names = (name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
+        return Codes(*map(own.get, names))
+
+    def check(self, name: str, param: Tensor, entries: Mapping[str, Any]) -> None:
+        """Refuse entries that no step can use; `name` is the parameter's, for messages."""
 
     def forms(self, param: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """The shape and dtype of each buffer."""
@@ -81,13 +103,17 @@ class CodedLayout(Layout):
 
     __slots__ = ()
 
-    @property
-    def keeps_initial_param(self) -> bool:
-        return self.start is not None
-
-    @property
-    def is_coded(self) -> bool:
-        return True
+    def check(self, name: str, param: Tensor, entries: Mapping[str, Any]) -> None:
+        shard = as_real(sharding.local(param.detach()))
+        for buffer, (shape, dtype) in zip(self.buffers, self.forms(shard), strict=True):
+            own = entries[buffer]
+            own = sharding.local(compact.from_bytes(own, param) if buffer == self.start else own)
+            if (own.shape, own.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "
+                    f"{dtype} of shape {tuple(shape)}; put states in with load_state_dict. If you "
+                    "have changed the dtype of the parameter, call restart() or change it back"
+                )
 
     def forms(self, param: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Of a real parameter."""
@@ -141,11 +167,6 @@ class CodedLayout(Layout):
         """For all coordinates together, since their scales cannot be changed one by one."""
         return (sharding.local(entries["root_code"]) == 0).all()
 
-    def codes(self, buffers: Sequence[Tensor]) -> Codes:
-        own = dict(zip(self.buffers, buffers, strict=True))
-        names = (name if name.endswith("scale") else f"{name}_code" for name in Codes._fields)
-        return Codes(*map(own.get, names))
-
     def whole_shape(self, name: str, param: Tensor) -> torch.Size:
         """The shape of a buffer for the whole of a sharded parameter."""
         shape = torch.Size(compact.real_shape(param))
@@ -170,7 +191,8 @@ def _layouts(rule: Rule) -> tuple[Layout, ...]:
 def _coded_layouts(rule: Rule) -> tuple[CodedLayout, ...]:
     rest = (*ROOT, *INITIAL) if rule.pulls else ROOT
     start = "initial_code" if rule.pulls else None
-    return CodedLayout(rule, (*OFFSET, *rest), start), CodedLayout(rule, rest, start)
+    with_offset = CodedLayout(rule, (*OFFSET, *rest), start, "codes")
+    return with_offset, with_offset._replace(buffers=rest)
 
 
 # The layouts of each rule by its name, the one with the most buffers first.
@@ -215,6 +237,29 @@ def needed(rule: Rule, group: Mapping[str, Any], param: Tensor) -> Layout:
     if group["compact"] and compact.is_coded(param):
         return CODED_LAYOUTS[rule.name][0 if momentum else -1]
     return LAYOUTS[rule.name][0 if momentum or is_half(param) else -1]
+
+
+def target(held: Layout, needed: Layout) -> Layout:
+    """What a state has to become for a step that needs this layout; it may keep more buffers."""
+    if held.form != needed.form:  # x ≠ z until momentum has been 0 for a step
+        needed = full(needed.rule, needed.is_coded)
+    return held if set(needed.buffers) <= set(held.buffers) else needed
+
+
+def full_forms(rule: Rule, group: Mapping[str, Any]) -> list[Layout]:
+    """The layouts with every buffer that the parameters of this group may have."""
+    return [full(rule, coded) for coded in ((False, True) if group["compact"] else (False,))]
+
+
+def alike(layouts: list[Layout], states: Sequence[Mapping[str, Any]]) -> list[Layout]:
+    """The layouts, with every buffer where a parameter of that form has or gets every buffer."""
+    whole = set()
+    for needed, state in zip(layouts, states, strict=True):
+        every, now = full(needed.rule, needed.is_coded), held(needed.rule, state)
+        if every in (needed, now) or (now and now.form != needed.form):
+            whole.add(every)
+    pairs = ((needed, full(needed.rule, needed.is_coded)) for needed in layouts)
+    return [every if every in whole else needed for needed, every in pairs]
 
 
 def held(rule: Rule, entries: Container[str]) -> Layout | None:

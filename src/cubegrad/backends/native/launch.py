@@ -34,15 +34,15 @@ class Launch:
 
     def __init__(self, batch: Batch) -> None:
         self.alive = fused.without_grads(batch)  # the tables hold their addresses
-        is_coded = batch.layout.is_coded
-        rows = fused.coded_addresses(batch) if is_coded else fused.addresses(batch)
+        form = batch.layout.form
+        rows = fused.TABLES[form](batch)
         self.rows = array("q", chain.from_iterable(rows)).tobytes()
-        sizes = (row[8 if is_coded else 5] for row in rows)  # blocks, or elements
+        sizes = (row[fused.SIZES[form]] for row in rows)
         self.starts = array("q", accumulate(sizes, initial=0)).tobytes()
         param, grad, _, buffers, _ = batch.rows[0]
-        state = CODES if is_coded else KINDS[buffers[0].dtype]
+        state = CODES if form == "codes" else KINDS[buffers[0].dtype]
         self.kinds = (_index(batch.layout.rule), KINDS[param.dtype], KINDS[grad.dtype], state)
-        self.at_random = batch.rounds(param)
+        self.at_random = batch.rounds
 
     def table(self, grads: bytes) -> tuple[bytes, bool]:
         return grads, True

@@ -87,18 +87,19 @@ def _plan(batch: Batch) -> Plan:
     ]
     dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
     form = (*fields(batch.layout.rule), batch.layout.keeps_initial_param)
-    at_random = batch.rounds(param)
+    at_random = batch.rounds
     constants = (*form, *dtypes, BLOCK, at_random)
     # With 64 registers the sums cost 7 % of the kernel's time, with 80 0.8 %. With 8 more, rounding
     # at random puts no more of them into memory than rounding to nearest.
     registers = (72, 88) if at_random else (64, 80)
-    return Plan(step_units, rows, [row[5] for row in rows], SPAN, 4, registers, constants)
+    sizes = [row[fused.SIZES["sums"]] for row in rows]
+    return Plan(step_units, rows, sizes, SPAN, 4, registers, constants)
 
 
 def _coded_plan(batch: Batch) -> Plan:
     numbers = fused.coded_addresses(batch)
     rows = [(*row, 0, 0, 0, 0) for row in numbers]  # 128 bytes each
-    sizes = [row[8] for row in rows]
+    sizes = [row[fused.SIZES["codes"]] for row in rows]
     span = CODED_SPANS[sum(sizes) >= MANY_BLOCKS]
     whole = all(map(_is_whole, numbers))
     dtypes = (DTYPES[tensor.dtype] for tensor in batch.rows[0][:2])
@@ -106,6 +107,9 @@ def _coded_plan(batch: Batch) -> Plan:
     constants = (*fields(batch.layout.rule), has_offset, *dtypes, whole)
     registers = (72, 96) if whole else (80, 96)
     return Plan(step_coded_units, rows, sizes, span, 1, registers, constants, has_offset)
+
+
+PLANS = {"sums": _plan, "codes": _coded_plan}  # by the form of the state
 
 
 def _is_whole(row: tuple[int, ...]) -> bool:
@@ -123,7 +127,7 @@ class Launch:
     def __init__(self, batch: Batch) -> None:
         self.device = batch.rows[0].param.device
         self.alive = fused.without_grads(batch)  # the tables hold their addresses
-        self.plan = plan = _coded_plan(batch) if batch.layout.is_coded else _plan(batch)
+        self.plan = plan = PLANS[batch.layout.form](batch)
         rows = _pinned(torch.tensor(plan.rows), self.device)
         units = _pinned(_cut(plan.sizes, plan.span).int(), self.device)
         ticket = torch.zeros(1, dtype=torch.int32, device=self.device)

@@ -129,13 +129,13 @@ class Auto:
     ) -> None:
         """Take in the sums of a step that all groups have made.
 
-        In the groups that were repeated the same parameters have gradients as in the step before.
-        `views` are the groups without the parameters that were stepped earlier.
+        In the groups that were repeated the same parameters have gradients as in the step before,
+        unless `views` are the groups without the parameters that were stepped earlier.
         """
         estimate = self.estimate
         assert estimate is not None  # `begin` has made it
         for index, (group, h) in enumerate(zip(groups, hypers, strict=True)):
-            if index not in repeated or estimate.counts[index] < 0:
+            if views is not None or index not in repeated or estimate.counts[index] < 0:
                 params = (group if views is None else views[index])["params"]
                 silent = [param for param in params if param.grad is None]
                 estimate.look_up(index, group, silent, state)
