@@ -163,6 +163,55 @@ def test_a_momentum_that_the_state_has_no_buffer_for_is_refused(factory, compact
         step(tx, state, params)
 
 
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_count_that_is_no_array_of_jax_is_taken(factory):
+    tx = FACTORIES[factory]()
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    same = tx.update(PARAMS, state, PARAMS)
+    for count in (1, np.int64(1), np.array(1)):
+        assert same_bits(tx.update(PARAMS, state._replace(count=count), PARAMS), same)
+
+
+@pytest.mark.parametrize("bad", [0.5, None, True, -1, 2**31, "1", jnp.ones(()), jnp.zeros(2, int)])
+def test_a_count_that_is_none_is_refused(bad):
+    state = madgrad().init(PARAMS)._replace(count=bad)
+    with pytest.raises(ValueError, match=r"the state's count is .* whole number .*init\(params\)"):
+        madgrad().update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("offset_code", lambda code: code.astype(jnp.uint8), "is uint8, and must be int8; load it"),
+        ("root_code", lambda code: code.astype(jnp.int32), "is int32, and must be uint8; load it"),
+        (
+            "root_scale",
+            lambda scale: scale.astype(jnp.bfloat16),
+            "is bfloat16, and must be",
+        ),
+        (
+            "root_scale",
+            lambda scale: scale[:1],
+            r"has shape \(1, 1\), and must have \(64, 1\);",
+        ),
+        (
+            "offset_scale",
+            lambda scale: scale.sum(),
+            r"has shape \(\), and must have \(64, 1\);",
+        ),
+    ],
+)
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+def test_codes_of_another_form_are_refused(factory, name, change, message):
+    """offset_code as uint8 moved the weights wrongly."""
+    tx = factory(compact=True)
+    state = tx.init(PARAMS)
+    codes = getattr(state, name)
+    state = state._replace(**{name: codes | {"w": change(codes["w"])}})
+    with pytest.raises(ValueError, match=rf"the state's {name} of params\['w'\] {message}"):
+        step(tx, state)
+
+
 def test_a_state_that_lacks_a_buffer_is_refused():
     state = madgrad(compact=True).init(PARAMS)._replace(root_scale={"w": None, "b": None})
     with pytest.raises(ValueError, match=r"state of params\['w'\] lacks root_scale; go on with"):
