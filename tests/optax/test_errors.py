@@ -14,7 +14,7 @@ from jax import numpy as jnp  # noqa: E402
 from jax_cases import same_bits, stepper  # noqa: E402
 
 from cubegrad import cautions  # noqa: E402
-from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
+from cubegrad.optax import Estimate, madgrad, mirror_madgrad  # noqa: E402
 
 NUMBERS = ("lr_factor", "reference_lr", "learning_rate", "momentum", "weight_decay", "eps")
 FLAGS = ("decoupled_weight_decay", "decoupled_lr", "maximize", "compact", "stochastic_rounding")
@@ -170,6 +170,21 @@ def test_a_count_that_is_no_array_of_jax_is_taken(factory):
     same = tx.update(PARAMS, state, PARAMS)
     for count in (1, np.int64(1), np.array(1)):
         assert same_bits(tx.update(PARAMS, state._replace(count=count), PARAMS), same)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda estimate: Estimate(*map(float, estimate))])
+def test_an_estimate_of_plain_numbers_or_in_a_plain_tuple_is_taken(kind):
+    tx = madgrad("auto")
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    restored = state._replace(estimate=kind(state.estimate))
+    assert same_bits(tx.update(PARAMS, restored, PARAMS), tx.update(PARAMS, state, PARAMS))
+
+
+@pytest.mark.parametrize("bad", [None, (1.0, 2.0), {"distance": 1.0}])
+def test_an_estimate_that_is_none_is_refused(bad):
+    state = madgrad("auto").init(PARAMS)._replace(estimate=bad)
+    with pytest.raises(TypeError, match=r"estimate is of type .* an Estimate of 7 numbers"):
+        step(madgrad("auto"), state)
 
 
 @pytest.mark.parametrize("bad", [0.5, None, True, -1, 2**31, "1", jnp.ones(()), jnp.zeros(2, int)])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from cubegrad.optax import compact
+from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import Settings, Tree
 
 MAKERS = {
@@ -27,7 +28,8 @@ def as_type(state_type: Any, state: Any) -> Any:
     """The state as a `state_type`; a checkpoint may restore a plain tuple."""
     fields, own = state_type._fields, getattr(state, "_fields", None)
     if isinstance(state, tuple | list) and own in (None, fields) and len(state) == len(fields):
-        return _with_count(state_type(*state))
+        state = _with_count(state_type(*state))
+        return state._replace(estimate=_estimate(state.estimate)) if "estimate" in fields else state
     name, needed = type(state).__name__, state_type.__name__
     found = f"of type {name}"
     remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
@@ -57,6 +59,17 @@ def _with_count(state: Any) -> Any:
         f"the state's count is {count!r:.60}, and must be one whole number >= 0 and < 2^31; pass "
         f"the state as init() or update() returned it, or {START_OVER}"
     )
+
+
+def _estimate(found: Any) -> Estimate:
+    """With arrays; this too may be restored as a plain tuple, or with plain numbers."""
+    if not isinstance(found, tuple | list) or len(found) != len(Estimate._fields):
+        raise TypeError(
+            f"the state's estimate is of type {type(found).__name__}, and must be an Estimate of "
+            f"{len(Estimate._fields)} numbers; pass Estimate(...) of them, or {START_OVER}"
+        )
+    dtype = jnp.result_type(float)
+    return Estimate(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
 
 
 def flattened(params: Tree, trees: Mapping[str, Tree]) -> list[tuple[Any, ...]]:
