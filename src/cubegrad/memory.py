@@ -131,8 +131,10 @@ def estimate(
     of the parameters if `model` is a module. `gpus` divides the rows of each parameter as FSDP2
     does; the bytes are those of the GPU that has the most.
     """
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus={gpus!r} must be a whole number >= 1; use 1 if nothing is sharded")
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus < 2**63:
+        raise ValueError(
+            f"gpus={gpus!r:.60} must be a whole number >= 1 and < 2^63; use 1 if nothing is sharded"
+        )
     if isinstance(model, nn.Module):
         if dtype is not None:
             raise ValueError(

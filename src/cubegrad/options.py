@@ -13,6 +13,8 @@ REMEDY = {
     "weight_decay": "use 0; MADGRAD needs less decay than SGD or Adam",
     "eps": "use 1e-6, or 0 for none",
     "reference_lr": "use the peak learning rate",
+    "last_eps": "load what state_dict() returned, whole",
+    "auto_lr": "load what state_dict() returned, whole",
 }
 
 # Options of torch's optimizers and of other MADGRAD packages that have no meaning here.
@@ -98,7 +100,7 @@ def flag(name: str, value: Any) -> bool | None:
             return None
     if (isinstance(value, int) and value in (0, 1)) or _is_boolean_of_numpy(value):
         return bool(value)
-    remedy = f"pass {name}=True, or leave it out"
+    remedy = REMEDY.get(name, f"pass {name}=True, or leave it out")
     if name == "decoupled_weight_decay" and isinstance(value, int | float):
         remedy = f"pass weight_decay={value}, {name}=True"
     raise TypeError(f"{name}={value!r} ({type(value).__name__}) must be {allowed}; {remedy}")
@@ -198,7 +200,7 @@ def check(options: dict[str, Any]) -> None:
 
 def check_numbers(options: dict[str, Any], lr_name: str = "lr") -> None:
     """Refuse numbers out of range; `options` leaves out those that are not known yet."""
-    for name in (lr_name, "momentum", "weight_decay", "eps", "reference_lr"):
+    for name in (lr_name, "momentum", "weight_decay", "eps", "last_eps", "reference_lr"):
         if name in options:
             value = number(name, options[name])
             if not (math.isfinite(value) and value >= 0):

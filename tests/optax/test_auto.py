@@ -225,8 +225,12 @@ def test_finite_totals():
 def test_on_a_gpu_a_leaf_is_summed_in_one_reduction(monkeypatch):
     tx, at_once = (madgrad("auto", weight_decay=0.1) for _ in range(2))
     start, grads = random_tree(0), random_tree(1, 3.0, (10,))
-    arguments = jax.tree.map(jnp.float32, (start, tx.init(start), start))
-    lowered = jax.jit(tx.update).trace(*arguments).lower(lowering_platforms=("cuda",))
+    narrow = jax.tree.map(jnp.float32, start)
+    lowered = (
+        jax.jit(tx.update)
+        .trace(narrow, tx.init(narrow), narrow)
+        .lower(lowering_platforms=("cuda",))
+    )
     assert lowered.as_text().count(":3 = stablehlo.reduce(") == len(SIZES)
     with jax.enable_x64(True):
         (expected, _), expected_estimates = scan(tx, start, grads, estimates)

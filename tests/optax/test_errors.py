@@ -14,7 +14,7 @@ from jax import numpy as jnp  # noqa: E402
 from jax_cases import same_bits, stepper  # noqa: E402
 
 from cubegrad import cautions  # noqa: E402
-from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
+from cubegrad.optax import Estimate, madgrad, mirror_madgrad  # noqa: E402
 
 NUMBERS = ("lr_factor", "reference_lr", "learning_rate", "momentum", "weight_decay", "eps")
 FLAGS = ("decoupled_weight_decay", "decoupled_lr", "maximize", "compact", "stochastic_rounding")
@@ -161,6 +161,70 @@ def test_a_momentum_that_the_state_has_no_buffer_for_is_refused(factory, compact
     message = rf"params\['w'\] lacks {missing}, which momentum=0 does not keep and momentum=0\.9 "
     with pytest.raises(ValueError, match=message):
         step(tx, state, params)
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_count_that_is_no_array_of_jax_is_taken(factory):
+    tx = FACTORIES[factory]()
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    same = tx.update(PARAMS, state, PARAMS)
+    for count in (1, np.int64(1), np.array(1)):
+        assert same_bits(tx.update(PARAMS, state._replace(count=count), PARAMS), same)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda estimate: Estimate(*map(float, estimate))])
+def test_an_estimate_of_plain_numbers_or_in_a_plain_tuple_is_taken(kind):
+    tx = madgrad("auto")
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    restored = state._replace(estimate=kind(state.estimate))
+    assert same_bits(tx.update(PARAMS, restored, PARAMS), tx.update(PARAMS, state, PARAMS))
+
+
+@pytest.mark.parametrize("bad", [None, (1.0, 2.0), {"distance": 1.0}])
+def test_an_estimate_that_is_none_is_refused(bad):
+    state = madgrad("auto").init(PARAMS)._replace(estimate=bad)
+    with pytest.raises(TypeError, match=r"estimate is of type .* an Estimate of 7 numbers"):
+        step(madgrad("auto"), state)
+
+
+@pytest.mark.parametrize("bad", [0.5, None, True, -1, 2**31, "1", jnp.ones(()), jnp.zeros(2, int)])
+def test_a_count_that_is_none_is_refused(bad):
+    state = madgrad().init(PARAMS)._replace(count=bad)
+    with pytest.raises(ValueError, match=r"the state's count is .* whole number .*init\(params\)"):
+        madgrad().update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("offset_code", lambda code: code.astype(jnp.uint8), "is uint8, and must be int8; load it"),
+        ("root_code", lambda code: code.astype(jnp.int32), "is int32, and must be uint8; load it"),
+        (
+            "root_scale",
+            lambda scale: scale.astype(jnp.bfloat16),
+            "is bfloat16, and must be",
+        ),
+        (
+            "root_scale",
+            lambda scale: scale[:1],
+            r"has shape \(1, 1\), and must have \(64, 1\);",
+        ),
+        (
+            "offset_scale",
+            lambda scale: scale.sum(),
+            r"has shape \(\), and must have \(64, 1\);",
+        ),
+    ],
+)
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+def test_codes_of_another_form_are_refused(factory, name, change, message):
+    """offset_code as uint8 moved the weights wrongly."""
+    tx = factory(compact=True)
+    state = tx.init(PARAMS)
+    codes = getattr(state, name)
+    state = state._replace(**{name: codes | {"w": change(codes["w"])}})
+    with pytest.raises(ValueError, match=rf"the state's {name} of params\['w'\] {message}"):
+        step(tx, state)
 
 
 def test_a_state_that_lacks_a_buffer_is_refused():

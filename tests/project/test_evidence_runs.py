@@ -223,7 +223,7 @@ def test_an_unknown_problem_is_refused(runs):
 def test_a_count_of_0_is_refused(runs, option, capsys):
     with pytest.raises(SystemExit):
         runs.parse([option, "0"])
-    assert f"{option}: 0 must be a whole number >= 1; use 1" in capsys.readouterr().err
+    assert f"{option}: 0 must be a whole number >= 1 and < 2^63; use 1" in capsys.readouterr().err
 
 
 def test_methods_can_be_chosen(runs, capsys):

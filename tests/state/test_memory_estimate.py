@@ -208,7 +208,8 @@ def test_gpus_divide_the_rows():
         ((1e9, "int8"), "dtype='int8' must be a floating-point type; use bf16,"),
         ((1e9, torch.int8), "dtype=torch.int8 must be"),
         ((1e9, 16), "dtype=16 must be"),
-        ((1e9, "bf16", 0), "gpus=0 must be a whole number >= 1; use 1"),
+        ((1e9, "bf16", 0), r"gpus=0 must be a whole number >= 1 and < 2\^63; use 1"),
+        ((1e9, "bf16", 2**63), "gpus=9223372036854775808 must be a whole number"),
         ((1e9, "bf16", 1.5), "gpus=1.5 must be"),
         ((nn.Linear(2, 2), "bf16"), "dtype='bf16' is for shapes .* model.to"),
     ],
@@ -231,7 +232,14 @@ WRONG = (
         *((f"memory --params={n}", f"{n} must be a finite number >= 1, with k, M") for n in WRONG),
         ("memory --params=", "must be a finite number >= 1"),
         ("memory --params 1e9 --dtype int4", "dtype='int4' must be a floating-point type; use"),
-        ("memory --params 1e9 --gpus 0", "0 must be a whole number >= 1; use 1"),
+        ("memory --params 1e9 --gpus 0", "0 must be a whole number >= 1 and < 2^63; use 1"),
+        *(
+            (
+                f"memory --params 1e9 --gpus={n}",
+                f"{n:.60} must be a whole number >= 1 and < 2^63; use",
+            )
+            for n in (str(2**63), "9" * 310, "9" * 5000, "²", "--8", "-1")
+        ),
     ],
 )
 def test_the_command_refuses_bad_input_in_one_line(words, what, capsys):

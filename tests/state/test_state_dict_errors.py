@@ -123,6 +123,20 @@ REFUSED = {
         lambda: trained(lr="auto").state_dict(),
         r"saved with lr='auto', and the optimizer was built with lr=0\.5; build it with lr='auto'",
     ),
+    **{
+        f"a last_eps of {value!r}": (
+            lambda value=value: broken(lambda d: d["param_groups"][0].update(last_eps=value)),
+            r"last_eps=.* must be .*; load what state_dict\(\) returned, whole",
+        )
+        for value in (NAN, -1.0, float("inf"), True, "a", None, torch.ones(2))
+    },
+    **{
+        f"an auto_lr of {value!r}": (
+            lambda value=value: broken(lambda d: d["param_groups"][0].update(auto_lr=value)),
+            r"auto_lr=.* must be True or False; load what state_dict\(\) returned, whole",
+        )
+        for value in (NAN, "a", None, torch.ones(2))
+    },
     "a NaN lr": (lambda: broken(lambda d: d["param_groups"][0].update(lr=NAN)), "lr=nan"),
     "a step that is no count": (
         lambda: broken(lambda d: d["state"][0].update(step=torch.tensor(NAN))),
@@ -160,7 +174,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name):
     make, message = REFUSED[name]
     optimizer = trained(lr=0.5)
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         optimizer.load_state_dict(make())
     after = optimizer.state_dict()
     assert before["param_groups"] == after["param_groups"]

@@ -79,6 +79,9 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_reported(
         ("mine.other", "for the function of mine.py that returns a Problem, write mine:other"),
         ("in/deep", "the function of in/deep.py that returns a Problem, write in/deep.py:problem"),
         ("in/deep.py", "of in/deep.py that returns a Problem, write in/deep.py:problem"),
+        ("pkg", "of pkg/__init__.py that returns a Problem, write pkg:problem"),
+        ("pkg.net", "for the function of pkg/net.py that returns a Problem, write pkg.net:problem"),
+        ("pkg.net.other", "of pkg/net.py that returns a Problem, write pkg.net:other"),
         ("yours", "use digits, cifar10, imagenet,"),
         ("yours.py", "or your_module:your_function"),
     ],
@@ -86,8 +89,9 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_reported(
 def test_a_file_without_its_function_is_recognised(
     name: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "in").mkdir()
-    for file in ("mine.py", "in/deep.py"):
+    for folder in ("in", "pkg"):
+        (tmp_path / folder).mkdir()
+    for file in ("mine.py", "in/deep.py", "pkg/__init__.py", "pkg/net.py"):
         (tmp_path / file).write_text("raise SystemExit('must not be imported')\n")
     line = refused(f"compare {name}", capsys)
     assert f"unknown problem {name!r}; " in line

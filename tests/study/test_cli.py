@@ -39,6 +39,7 @@ def command(words: str) -> int:
         ("train digits --lr 1 --decay -1", "--decay -1 must be >= 0", "use 1e-3"),
         ("train digits", "no lr is known for madgrad on digits", "give --lr"),
         ("train digits --lr 1 --seed x", "x must be a whole number >= 0", "use 0"),
+        ("train digits --lr 1 --seed ²", "² must be a whole number >= 0 and < 2^63", "use 0"),
         ("train digits --lr 1 --epochs 0", "0 must be a whole number >= 1", "use 1"),
         ("train digits --lr 1 --save-every x", "x must be a number of seconds", "use 10"),
         ("train digits --lr 1 --schedule slow", "unknown schedule 'slow'", "use flat"),

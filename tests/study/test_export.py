@@ -8,7 +8,7 @@ import pytest
 from made_up_records import CIFAR10_RECORDS, cifar10_record
 
 from cubegrad.study import cli, export
-from cubegrad.study.records import Record, Runs
+from cubegrad.study.records import Record, Runs, to_line
 
 
 @pytest.fixture
@@ -58,6 +58,34 @@ def test_a_metric_that_was_measured_at_the_end_is_in_the_last_row(tmp_path: Path
     assert [row["bleu"] for row in rows] == ["", "", "30.0", "", "", ""]
     assert [row["metric seed"] for row in rows[:3]] == ["1.0", "2.0", "3.0"]
     assert {row["seed"] for row in rows} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "file"),
+    [
+        ({"options": "a\r=cmd|'/C calc'!A0"}, "--csv"),  # a cell of its own to a reader of CSV
+        ({"options": "\ud800"}, "--csv"),
+        ({"epochs": 10**320}, "--tensorboard"),
+        ({"batch": 10**320}, "--tensorboard"),
+    ],
+)
+def test_a_record_that_cannot_be_exported_is_left_out(
+    change: dict[str, object],
+    file: str,
+    runs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if file == "--tensorboard":
+        pytest.importorskip("tensorboard", reason="needs tensorboard")
+    record = CIFAR10_RECORDS[0]
+    odd = replace(record, settings=replace(record.settings, **change))
+    with (runs / "records.jsonl").open("a") as records:
+        records.write(to_line(odd))
+    assert cli.main(["export", str(runs), file, str(tmp_path / "out")]) == 0
+    out, errors = capsys.readouterr()
+    assert out.startswith(f"{len(CIFAR10_RECORDS)} ")
+    assert errors.count(": left out; rerun the command that wrote it\n") == 1
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "＝", "\t", "\r", "\n"])

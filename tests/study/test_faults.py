@@ -11,7 +11,7 @@ import toy_problem
 from command_line import refused
 from small_runs import settings_of
 
-from cubegrad.study import cli, nodes
+from cubegrad.study import cli, faults, nodes
 from cubegrad.study.records import Runs
 from cubegrad.study.train import Place
 from cubegrad.study.workers import Job, Machine
@@ -123,6 +123,32 @@ def test_an_error_of_many_lines_is_cut_and_one_outside_the_problem_has_a_place(
     line = refused(f"train {MODULE}:problem --lr 1", capsys)
     assert "TypeError: 'NoneType' object is not iterable (" in line
     assert "in _epoch)" in line
+
+
+class Loaded(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        try:
+            return [0][index + 1]
+        except IndexError:
+            return missing_name  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
+@pytest.mark.processes
+def test_an_error_in_a_worker_of_a_loader_has_its_own_place() -> None:
+    with pytest.raises(NameError, match="Caught NameError in DataLoader worker") as caught:
+        next(iter(torch.utils.data.DataLoader(Loaded(), num_workers=1)))
+    place = f"{Path(__file__)} line {Loaded.__getitem__.__code__.co_firstlineno + 4}"
+    fault = f"NameError: name 'missing_name' is not defined ({place}, in __getitem__)"
+    assert faults.line(caught.value) == fault
+
+
+def test_an_error_without_a_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    broken("loss", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})")
+    line = refused(f"train {MODULE}:problem --lr 1", capsys)
+    assert f"error: Mute: its __str__ fails too ({MODULE}.py line 12, in loss); mend it" in line
 
 
 def test_a_traceback_without_a_log_is_not_lost(tmp_path: Path) -> None:

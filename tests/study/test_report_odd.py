@@ -19,7 +19,12 @@ from cubegrad.study.records import Record, Runs, Settings, to_line
 NASTY = "<script>alert(1)</script> & \"q\" $\\frac{$ | 'a'"
 
 
-FORGED = "a net\r\n\r\n# Better\u2028![x](http://a.example/b.png)\n| a |\n|---|\n\x1b[31m <b>\x00"
+TURNS = "\u202e\u2066\x85"
+FORGED = (
+    "a net\r\n\r\n# Better\u2028![x](http://a.example/b.png)\n| a |\n|---|\n\x1b[31m <b>\x00"
+    + TURNS
+)
+CONTROLS = {*map(chr, [*range(10), *range(11, 32), *range(127, 160)]), *TURNS, "\u2028"}
 
 
 def records_of(
@@ -113,14 +118,16 @@ def test_texts_of_a_record_cannot_forge_parts_of_a_report(tmp_path: Path) -> Non
         settings = replace(one.settings, problem="odd", method=method)
         machine = {**MACHINE, "kind": FORGED, "start": f"{FORGED} {one.settings.seed}"}
         odd.append(replace(one, settings=settings, about=about, machine=machine, curve=curve))
-    report.write(odd, tmp_path, ["cubegrad compare 'a\n# b'"])
+    report.write(odd, tmp_path, ["cubegrad compare 'a\n# b'", "cubegrad \x1b[31m \u202e\x85"])
     text = (tmp_path / "report.md").read_text()
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert [line[:2] for line in headings] == ["# ", "##"]
     assert "a net \\# Better !\\[x\\](http://a.example/b.png) | a | |---| \\[31m" in headings[0]
     assert re.findall(r"(?<!\\)\[(.*?)]", text) == ["curves", "learning rates"]
     assert re.findall(r"(?<!\\)[<`]|(?<!\\)\*", text) == []
-    assert {c for c in text if ord(c) < 32} == {"\n"}
+    page = (tmp_path / "index.html").read_text()
+    assert CONTROLS & {*text, *page} == set()
+    assert "a net # Better ![x](http://a.example/b.png) | a | |---| [31m &lt;b&gt;</h1>" in page
     for path in tmp_path.glob("*.svg"):
         shown = "".join(ElementTree.parse(path).getroot().itertext())  # refuses control characters
         assert "a net # Better ![x](" in shown or "odd-gpu: the search" in shown

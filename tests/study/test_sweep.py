@@ -56,6 +56,16 @@ def test_a_best_value_inside_the_grid_ends_the_search(tmp_path: Path) -> None:
     assert [settings.lr for settings in oracle.asked] == [1e-3, 2.5e-3, 5e-3, 1e-2]
 
 
+def test_any_option_of_a_preset_can_be_recorded(tmp_path: Path) -> None:
+    text = "".join(map(chr, range(256)))
+    preset = Preset(1, 16, options={"text": text})
+    sweep, _ = sweep_of(tmp_path, lambda lr, _: lr, preset=preset)
+    (record,) = sweep.do([sweep.plan.settings(ENTRY, (0.1, 0.0), 0, hold_out=False)])
+    (found,) = sweep.runs.load()[0].values()
+    assert found == record
+    assert json.loads(found.settings.options) == {"text": text}
+
+
 def test_the_grid_grows_while_its_edge_is_best(tmp_path: Path) -> None:
     sweep, oracle = sweep_of(tmp_path, lambda lr, _: abs(lr - 0.05))
     assert sweep.search() == {ENTRY: (0.05, 0.0)}

@@ -163,6 +163,31 @@ def test_saving_takes_a_twentieth_of_the_time_at_most(
     assert begun == pytest.approx(saves)
 
 
+@pytest.mark.parametrize("name", ["loss", "step"])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.0, "1.0"), (None, "None"), ("1", "'1'"), (torch.ones(3, 1), r"a tensor of shape \(3, 1\)")],
+)
+def test_a_loss_that_is_no_scalar_is_reported(name: str, value: object, shown: str) -> None:
+    def build(setup):
+        return replace(toy_problem.build(setup), **{name: lambda *_: value})
+
+    problem = replace(toy_problem.problem(), build=build)
+    message = f"Task.{name} returns {shown}; return the mean loss, a tensor of one element"
+    with pytest.raises(StudyError, match=message):
+        run(problem, SETTINGS, PLACE)
+
+
+@pytest.mark.parametrize("start", [5, None, b"sha256"])
+def test_a_start_that_no_checkpoint_could_hold_is_refused(start: object) -> None:
+    def build(setup):
+        return replace(toy_problem.build(setup), start=start)
+
+    problem = replace(toy_problem.problem(), build=build)
+    with pytest.raises(StudyError, match=f"start={start!r} of a Task must be text; use"):
+        run(problem, SETTINGS, PLACE)
+
+
 @pytest.mark.parametrize("batches", [0, 3])
 def test_a_wrong_number_of_batches_is_reported(batches: int) -> None:
     def build(setup):

@@ -1,12 +1,15 @@
 """What `update` cannot go on from is refused while it is traced: a compiled step costs the same."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from cubegrad.optax import compact
+from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import Settings, Tree
 
 MAKERS = {
@@ -25,7 +28,8 @@ def as_type(state_type: Any, state: Any) -> Any:
     """The state as a `state_type`; a checkpoint may restore a plain tuple."""
     fields, own = state_type._fields, getattr(state, "_fields", None)
     if isinstance(state, tuple | list) and own in (None, fields) and len(state) == len(fields):
-        return state_type(*state)
+        state = _with_count(state_type(*state))
+        return state._replace(estimate=_estimate(state.estimate)) if "estimate" in fields else state
     name, needed = type(state).__name__, state_type.__name__
     found = f"of type {name}"
     remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
@@ -40,6 +44,32 @@ def as_type(state_type: Any, state: Any) -> Any:
         f"the state is {found}, and {MAKERS[needed]} needs its own {needed} of {len(fields)} "
         f"fields; {remedy}"
     )
+
+
+def _with_count(state: Any) -> Any:
+    """With an array of JAX as its count; a checkpoint may restore another number."""
+    count = state.count
+    if getattr(count, "shape", None) == () and jnp.issubdtype(count.dtype, jnp.integer):
+        if isinstance(count, jax.Array):
+            return state
+        count = int(count)
+    if type(count) is int and 0 <= count < 2**31:
+        return state._replace(count=jnp.asarray(count, jnp.int32))
+    raise ValueError(
+        f"the state's count is {count!r:.60}, and must be one whole number >= 0 and < 2^31; pass "
+        f"the state as init() or update() returned it, or {START_OVER}"
+    )
+
+
+def _estimate(found: Any) -> Estimate:
+    """With arrays; this too may be restored as a plain tuple, or with plain numbers."""
+    if not isinstance(found, tuple | list) or len(found) != len(Estimate._fields):
+        raise TypeError(
+            f"the state's estimate is of type {type(found).__name__}, and must be an Estimate of "
+            f"{len(Estimate._fields)} numbers; pass Estimate(...) of them, or {START_OVER}"
+        )
+    dtype = jnp.result_type(float)
+    return Estimate(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
 
 
 def flattened(params: Tree, trees: Mapping[str, Tree]) -> list[tuple[Any, ...]]:
@@ -94,16 +124,30 @@ def check_buffers(
                 f"the state of params{keystr(path)} lacks {', '.join(lacks)}{why}; go on with the "
                 f"options it was made with, or {START_OVER}"
             )
-        _check_shapes(f"params{keystr(path)}", param, held)
+        _check_forms(f"params{keystr(path)}", param, held)
 
 
-def _check_shapes(name: str, param: Any, held: Mapping[str, Any]) -> None:
-    shape = jnp.shape(param)
+@cache
+def _forms_of_codes(shape: Any, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    param = jax.ShapeDtypeStruct(shape, dtype)
+    forms: dict[str, Any] = jax.eval_shape(partial(compact.initial_codes, names=names), param)
+    return forms
+
+
+def _check_forms(name: str, param: Any, held: Mapping[str, Any]) -> None:
+    shape, codes = jnp.shape(param), tuple(n for n in held if n in compact.BUFFERS)
+    forms = _forms_of_codes(shape, jnp.result_type(param), codes) if codes else {}
     for buffer, value in held.items():
-        expected = (*shape, 2) if buffer.endswith("_code") and jnp.iscomplexobj(param) else shape
+        expected = forms[buffer].shape if buffer in forms else shape
         found = getattr(value, "shape", type(value).__name__)
-        if found != expected and not buffer.endswith("_scale"):
+        if found != expected:
             raise ValueError(
                 f"the state's {buffer} of {name} has shape {found}, and must have {expected}; pass "
                 f"params and state of one model, or {START_OVER}"
+            )
+        # That of x_0's codes says with which parameters they were made; the step compares it.
+        if buffer in forms and buffer != "initial_code" and value.dtype != forms[buffer].dtype:
+            raise ValueError(
+                f"the state's {buffer} of {name} is {value.dtype}, and must be "
+                f"{forms[buffer].dtype}; load it without a conversion, or {START_OVER}"
             )

@@ -68,6 +68,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     group = defaults | {"auto_lr": False, "compact": False} | deepcopy(new)  # older ones lack them
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
     group.setdefault("last_eps", group["eps"])
+    group["auto_lr"] = options.flag("auto_lr", group["auto_lr"])
     options.check(group)
     if group["auto_lr"]:
         group["estimate"] = _estimate(group.get("estimate"))

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 POWERS_OF_TEN = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+BELOW = " and < 2^63"
 LARGEST_SEED = 2**32 - 1  # numpy's limit; a million times it, plus an epoch, still fits torch's
 
 
@@ -40,9 +41,9 @@ class OnceWithList(Once):
 
 
 def count(text: str) -> int:
-    value = int(text) if text.lstrip("-").isdigit() else 0
+    value = _whole(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 1; use 1")
+        raise argparse.ArgumentTypeError(f"{text:.60} must be a whole number >= 1{BELOW}; use 1")
     return value
 
 
@@ -91,6 +92,14 @@ def seed(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number >= 0; use 0")
-    return int(text)
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text:.60} must be a whole number >= 0{BELOW}; use 0")
+    return value
+
+
+def _whole(text: str) -> int:
+    """-1 if it is none, or too large for a record."""
+    is_one = text.isdecimal() and len(text.lstrip("0")) < 20  # int() reads 4300 digits at most
+    value = int(text) if is_one else -1
+    return value if value < 2**63 else -1

@@ -46,14 +46,22 @@ def _meant(name: str) -> str:
     module, _, function = name.rpartition(".")
     if name.endswith(".py") and Path(name).is_file():
         file, meant = name, f"{name}:problem"
-    elif Path(f"{name}.py").is_file():
-        file = f"{name}.py"
+    elif file := _file_of(name):
         meant = f"{name if name == Path(name).name else file}:problem"
-    elif Path(f"{module}.py").is_file():  # a dot instead of the colon
-        file, meant = f"{module}.py", f"{module}:{function}"
+    elif file := _file_of(module):  # a dot instead of the colon
+        meant = f"{module}:{function}"
     else:
         return f"use {', '.join(NAMES)}, or your_module:your_function"
     return f"for the function of {file} that returns a Problem, write {meant}"
+
+
+def _file_of(module: str) -> str:
+    """The file here of a module, perhaps of a package, or of a path without its end; else ""."""
+    names = [f"{module}.py"]
+    if module and not set(module) & set("/\\"):
+        place = module.replace(".", "/")
+        names += [f"{place}.py", f"{place}/__init__.py"]
+    return next((name for name in names if Path(name).is_file()), "")
 
 
 def load(name: str) -> tuple[str, str, ModuleType]:

@@ -46,14 +46,14 @@ def load(path: Path) -> dict[str, Any] | None:
     try:
         state = torch.load(path, weights_only=True)
     except Exception as error:
-        if has_checksum and isinstance(error, pickle.UnpicklingError):
-            match = re.search(r"GLOBAL (\S+)", str(error))
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        if has_checksum and isinstance(error, pickle.UnpicklingError) and match:
             raise StudyError(
-                f"{path} has {match[1] if match else 'an object'} in it; delete it, and let "
-                "Task.keeps hold tensors, numbers, text, lists and dicts only"
+                f"{path} has {match[1]} in it; delete it, and let Task.keeps hold tensors, "
+                "numbers, text, lists and dicts only"
             ) from None
         # If it is a whole file of torch's, the fault lies elsewhere: with memory or the GPU.
-        if isinstance(error, (OSError, MemoryError)) or (has_checksum and zipfile.is_zipfile(path)):
+        if isinstance(error, (OSError, MemoryError)) or (has_checksum and _is_of_torch(path)):
             raise
         state = None  # torch.load raises almost anything for another program's file
     if not isinstance(state, dict) or not state.keys() >= FIELDS:
@@ -64,6 +64,15 @@ def load(path: Path) -> dict[str, Any] | None:
             "or finish with that version"
         )
     return state
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether torch can read the file, but for its numbers, which take memory and perhaps a GPU."""
+    try:
+        torch.load(path, map_location="meta", weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
 def damage(path: Path) -> str | None:

@@ -31,6 +31,10 @@ def words(path: Path, options: Namespace) -> list[str]:
         if key not in known:
             raise StudyError(f"{path} has an unknown key {key!r}; use {', '.join(known)}")
         if isinstance(value, bool):
+            if not isinstance(getattr(options, key.replace("-", "_")), bool):
+                raise StudyError(
+                    f"{path} has {key} = {_toml(value)}; give it a value, or leave it out"
+                )
             result += [f"--{key}"] if value else []
         elif key.replace("-", "_") not in getattr(options, "given", {}):
             result.append(f"--{key}={_word(path, key, value)}")

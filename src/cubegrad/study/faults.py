@@ -2,9 +2,10 @@
 
 import contextlib
 import itertools
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,13 @@ from cubegrad.study.problem import StudyError
 OURS = Path(cubegrad.__file__).resolve().parent
 LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 NOT_THEIRS = {OURS, *(Path(sysconfig.get_path(name)).resolve() for name in LIBRARIES)}
+
+# What torch raises for an error in a worker of a DataLoader: the last traceback there, as text.
+FROM_WORKER = re.compile(
+    r"Caught .+\nOriginal Traceback [\s\S]*recent call last\):\n"
+    r'((?:  File ".+\n(?:    .*\n)*)+)(\w[^:\n]*):?([\s\S]*)'
+)
+FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -40,15 +48,31 @@ def reported(log: Log | None = None) -> Iterator[None]:
 
 def line(error: Exception) -> str:
     """`NameError: name 'x' is not defined (mine.py line 12, in loss)`"""
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-    return f"{': '.join(filter(None, [type(error).__name__, text[:300]]))} ({_place(error)})"
+    name, text, frames = (
+        type(error).__name__,
+        _text(error),
+        traceback.extract_tb(error.__traceback__),
+    )
+    if worker := FROM_WORKER.fullmatch(text):
+        calls, name, text = worker.groups()
+        found = [(file, int(number), where, "") for file, number, where in FRAME.findall(calls)]
+        frames = traceback.StackSummary.from_list(found)
+    text = " ".join(text.split())
+    return f"{': '.join(filter(None, [name, text[:300]]))} ({_place(error, frames)})"
 
 
-def _place(error: Exception) -> str:
+def _text(error: Exception) -> str:
+    try:
+        return str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        return "its __str__ fails too"
+
+
+def _place(error: Exception, frames: Iterable[traceback.FrameSummary]) -> str:
     """The last line of the user's code; of an installed problem, the one that we called."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)} line {error.lineno}"
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
+    frames = [one for one in frames if one.filename[0] != "<"]
     theirs = [frame for frame in frames if not _is_in(frame, NOT_THEIRS)]
     called = list(itertools.takewhile(lambda frame: not _is_in(frame, {OURS}), reversed(frames)))
     frame = (theirs or called[::-1][:1] or frames)[-1]

@@ -17,17 +17,21 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 def section(experiment: Experiment, rows: Sequence[Sequence[str]], name: str) -> str:
     """One experiment: result, table, charts, and how it was made. `rows` is sorted by result."""
     lines = wording.notes(experiment)
-    facts = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    given = html.escape(experiment.settings.options)
+    facts = "".join(f"<p>{_text(line)}</p>" for line in lines)
+    given = html.escape(wording.printable(experiment.settings.options))
     options = f"<p>Options of the preset: <code>{given}</code></p>" if given != "{}" else ""
     return (
-        f'<section id="{html.escape(name)}"><h1>{html.escape(wording.title(experiment))}</h1>'
-        f'<p class="verdict">{_unbroken(html.escape(wording.verdict(experiment)))}</p>'
-        f"<p>{_unbroken(html.escape(wording.compared(experiment)))}</p>"
+        f'<section id="{html.escape(name)}"><h1>{_text(wording.title(experiment))}</h1>'
+        f'<p class="verdict">{_unbroken(_text(wording.verdict(experiment)))}</p>'
+        f"<p>{_unbroken(_text(wording.compared(experiment)))}</p>"
         f"{_table(experiment, rows)}{_charts(experiment)}"
         f"<details><summary>How it was made: choices, settings, versions</summary>{facts}"
         f"{options}</details></section>"
     )
+
+
+def _text(text: str) -> str:
+    return html.escape(wording.one_line(text))
 
 
 def _unbroken(text: str) -> str:
@@ -48,7 +52,7 @@ def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:
             tags = wording.caveats(summary) if kind == "result" else []
             cells.append(_cell(label if i < own else f"paper’s {label}", kind, cell, tags))
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    heads = "".join(f'<th scope="col">{html.escape(label)}</th>' for label in labels)
+    heads = "".join(f'<th scope="col">{_text(label)}</th>' for label in labels)
     paper = len(head) - own
     above = f'<tr><td colspan="{own}"></td><th colspan="{paper}">in the MADGRAD paper</th></tr>'
     return (
@@ -58,12 +62,12 @@ def _table(experiment: Experiment, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(label: str, kind: str, text: str, tags: Sequence[str]) -> str:
-    notes = "".join(f"<small>{html.escape(tag)}</small>" for tag in tags)
+    notes = "".join(f"<small>{_text(tag)}</small>" for tag in tags)
     tag, scope = ("th", ' scope="row"') if kind == "method" else ("td", "")
     kind = "none" if text == "–" and not kind else kind
     return (
-        f'<{tag}{scope} class="{kind}" data-label="{html.escape(label)}">'
-        f"<span>{html.escape(text)}</span>{notes}</{tag}>"
+        f'<{tag}{scope} class="{kind}" data-label="{_text(label)}">'
+        f"<span>{_text(text)}</span>{notes}</{tag}>"
     )
 
 
@@ -74,7 +78,7 @@ def _charts(experiment: Experiment) -> str:
         name = ", ".join(filter(None, ["Curves", group["name"]]))
         last = _help(experiment, groups) if group is groups[-1] else ""
         blocks.append(
-            f'<h2>{html.escape(name)}</h2><div class="charts">'
+            f'<h2>{_text(name)}</h2><div class="charts">'
             f'<script type="application/json">{_json(group)}</script>'
             "<noscript><p>The curves need JavaScript. The plots beside this page show them too."
             f"</p></noscript>{last}</div>"
@@ -122,14 +126,14 @@ def _asset(name: str) -> str:
 
 def page(titles: Sequence[str], sections: Sequence[str], commands: Sequence[str]) -> str:
     title = titles[0] if len(titles) == 1 else f"{len(titles)} comparisons of optimizers"
-    ran = "".join(f"<pre>{html.escape(command)}</pre>" for command in commands)
+    ran = "".join(f"<pre>{html.escape(wording.printable(command))}</pre>" for command in commands)
     fold = f"<details><summary>The commands that ran it</summary>{ran}</details>" if ran else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
+<title>{_text(title)}</title>
 <style>
 {_asset("page.css")}{_colours()}
 </style></head><body>

@@ -35,6 +35,7 @@ class Plan:
         return Judge(self.problem.metric, self.problem.higher_is_better)
 
     def settings(self, entry: Entry, setting: Setting, seed: int, hold_out: bool) -> Settings:
+        options = json.dumps(dict(self.preset.options), sort_keys=True, default=str)
         return Settings(
             problem=self.problem.name,
             preset=self.preset_name,
@@ -47,7 +48,7 @@ class Plan:
             seed=seed,
             hold_out=hold_out,
             device=self.device,
-            options=json.dumps(dict(self.preset.options), sort_keys=True, default=str),
+            options=options.replace("\x7f", "\\u007f"),  # the one control character that JSON keeps
         )
 
     def first_lrs(self, entry: Entry) -> tuple[float, ...]:

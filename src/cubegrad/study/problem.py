@@ -144,6 +144,10 @@ class Task:
     # began with others cannot be compared, and a report says so.
     start: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.start, str):
+            raise StudyError(f"start={self.start!r:.60} of a Task must be text; use str(...) of it")
+
 
 @dataclass(frozen=True)
 class Problem:

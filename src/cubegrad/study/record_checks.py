@@ -57,8 +57,8 @@ def _check_settings(settings: "Settings") -> None:
     for field in fields(settings):
         value = getattr(settings, field.name)
         if not _is(value, field.type):
-            raise ValueError(f"its {field.name} is {value!r}")
-        if isinstance(value, str) and field.name != "options":
+            raise ValueError(f"its {field.name} is {value!r:.60}")
+        if isinstance(value, str):
             _check_text(value)
     try:
         check_name(settings.problem, "problem")
@@ -82,16 +82,21 @@ def _check_about(about: Any) -> None:
 
 
 def _check_text(text: Any) -> None:
-    """No control characters, which a terminal would obey when it shows the table."""
+    """No control characters: a terminal would obey them, and a spreadsheet begin a cell."""
     if not isinstance(text, str) or not text.isprintable():
         raise ValueError(f"{text!r} is not plain text")
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Stricter than isinstance: a bool is no number, NaN is no float; but an int is a float."""
+    """Stricter than isinstance: a bool is no number, NaN is no float; but an int is a float.
+
+    Ints have 64 bits, so that they become floats where others need those.
+    """
+    if isinstance(value, bool):
+        return kind is bool
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        return isinstance(value, (int, float)) and _finite(value)
+    return isinstance(value, kind) and (kind is not int or abs(value) < 2**63)
 
 
 def _finite(value: float) -> bool:

@@ -142,7 +142,7 @@ def _draft(experiments: Sequence[Experiment], folder: Path, commands: Sequence[s
         texts.append("\n\n".join([f"# {heading}", *parts]))
         sections.append(page.section(experiment, table(experiment, edges=False), stem))
         tables.append(rows)
-    ran = [f"    {line}" for command in commands for line in command.splitlines()]
+    ran = [f"    {wording.printable(line)}" for one in commands for line in one.splitlines()]
     foot = ["## Commands\n\n" + "\n".join(ran)] if ran else []
     whole = "\n\n".join([*texts, *foot]) + "\n"
     titles = [wording.title(experiment) for experiment in experiments]

@@ -160,8 +160,7 @@ def seconds_per_epoch(problem: Problem, settings: Settings, place: Place) -> flo
     peers.begin_training(optimizer, task)
     start, after_first = time.monotonic(), 0
     for after_first, batch in enumerate(task.batches(0)):
-        loss = task.step(optimizer, batch) if task.step else _step(task, optimizer, batch)
-        loss.item()  # waits for the device
+        _step(task, optimizer, batch).item()  # waits for the device
         if not after_first and task.steps_per_epoch > 1:
             start = time.monotonic()  # the first step allocates and compiles
         elif time.monotonic() - start > 1:
@@ -196,7 +195,7 @@ def _epoch(problem: Problem, settings: Settings, run: _Run, schedule: schedules.
     first, count = run.epoch * task.steps_per_epoch, 0
     for batch in task.batches(run.epoch):
         set_lr(optimizer, settings.lr * schedule(first + count))
-        loss = task.step(optimizer, batch) if task.step else _step(task, optimizer, batch)
+        loss = _step(task, optimizer, batch)
         # Summed on the device: reading each loss would make the host wait for every step.
         total = loss.double() if total is None else total + loss
         count += 1
@@ -251,11 +250,22 @@ def _number(value: Any, what: str) -> float:
 
 
 def _step(task: Task, optimizer: Optimizer, batch: Any) -> Tensor:
+    """One update; returns the detached loss."""
+    if task.step:
+        return _scalar(task.step(optimizer, batch), "step")
     optimizer.zero_grad()
-    loss = task.loss(task.model, batch)
+    loss = _scalar(task.loss(task.model, batch), "loss")
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.detach()
+
+
+def _scalar(value: Any, name: str) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    is_tensor = isinstance(value, Tensor)
+    found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"{value!r:.60}"
+    raise StudyError(f"Task.{name} returns {found}; return the mean loss, a tensor of one element")
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -11,12 +11,16 @@ from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate, Summary
 
 # Line ends and other control characters, and those that turn the direction of writing.
-NOT_TEXT = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]+")
+NOT_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    return NOT_TEXT.sub(" ", text)
 
 
 def one_line(text: str) -> str:
     """A description may hold anything: its words, with single spaces between them."""
-    return NOT_TEXT.sub(" ", text).strip()
+    return " ".join(printable(text).split())
 
 
 def value(number: float, unit: str = "") -> str:
