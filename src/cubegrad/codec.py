@@ -29,7 +29,7 @@ Scalar = Any
 Hyper = Any
 Namespace = Any
 
-BLOCK = 256  # numbers that share a scale, at most; see `state.compact`
+BLOCK = 256  # numbers that share a scale, at most; see `state.blocks`
 # Below these a parameter keeps its sums: the scales would take more than a twentieth of the state,
 # and the launch more time than the memory. Norms and biases, which a rounding error may hurt most,
 # lie below them.
@@ -123,9 +123,9 @@ def encode_roots(
 
     A code is a float without a sign: 3 bits of exponent, relative to the scale's, and 6 bits of
     mantissa, of which so many of the lowest are `cleared`. 0 means a root of 0. A root too small
-    for the smallest code gets that one: it then moves in smaller steps, but is not taken for one
-    that has had no gradient yet. Without `bits` roots are rounded to the nearest code. The scale is
-    at least `least_scale`.
+    is clamped to the smallest nonzero code: it then moves in smaller steps, but is not taken for
+    one that has had no gradient yet. Without `bits` roots are rounded to the nearest code. The
+    scale is at least `least_scale`.
     """
     unit = 1 << (cleared + CUT)  # from one code to the next
     low = unit >> 1 if bits is None else bits & (unit - 1)

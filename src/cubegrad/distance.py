@@ -3,7 +3,7 @@
 A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
 on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
 gradient the learning rate (`learning_rate`). Steps whose gradients have all but vanished do not
-count (`counted`). docs/algorithm.md derives all of it.
+count (`share_counted`). docs/algorithm.md derives all of it.
 
 `xp` brings the functions that array libraries spell differently, as in rule.py, and more:
 `xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite,
@@ -141,7 +141,7 @@ def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
-def counted(
+def share_counted(
     xp: Namespace,
     step: Scalar,
     uncounted: Scalar,
@@ -181,7 +181,7 @@ def advance(
     weights = [rule.step_weight(MADGRAD, lr * factor, step) for factor in factors]
     weight_sums = list(map(operator.add, old_weights, weights))
     pairs = (old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums)
-    share, uncounted = counted(xp, step, uncounted, *scales(xp, *pairs))
+    share, uncounted = share_counted(xp, step, uncounted, *scales(xp, *pairs))
     weight_sums = [old + share * new for old, new in zip(old_weights, weights, strict=True)]
     agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
     distance = lower_bound(xp, distance, sum(agreements), sum(products), sum(roots))

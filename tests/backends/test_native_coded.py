@@ -26,7 +26,7 @@ from cubegrad.backends import eager
 from cubegrad.backends.batch import Row
 from cubegrad.functions import TorchFunctions
 from cubegrad.rule import MADGRAD, RULES
-from cubegrad.state import compact
+from cubegrad.state import blocks
 
 cpu = pytest.importorskip("cubegrad.backends.native.launch")
 
@@ -150,10 +150,10 @@ def test_the_sums_for_an_estimated_rate(monkeypatch, level, h, dtype):
     sums, expected = (torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) for _ in range(2))
     size = torch.zeros(3, dtype=torch.float64)
     for row in native.rows:
-        values = codec.decode(TorchFunctions, compact.codes_in_blocks(codes_of(native, row)))
-        away = values.away(TorchFunctions, compact.blocks(row.param.float()))
+        values = codec.decode(TorchFunctions, blocks.codes_in_blocks(codes_of(native, row)))
+        away = values.away(TorchFunctions, blocks.split(row.param.float()))
         weight = h.lr * 4**0.5 / (1.0 if h.grad_scale is None else h.grad_scale.item())
-        size[0] += (away * compact.blocks(row.grad.float())).abs().sum() * weight
+        size[0] += (away * blocks.split(row.grad.float())).abs().sum() * weight
     cpu.step(native, h._replace(sums=sums))
     eager.step(reference, h._replace(sums=expected))
     size[1:] = expected[1:]  # of no sign

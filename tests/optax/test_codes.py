@@ -12,7 +12,7 @@ from jax_cases import build, each_method, randn, stepper  # noqa: E402
 
 from cubegrad.codec import LEAST_FLAT  # noqa: E402
 from cubegrad.optax import madgrad  # noqa: E402
-from cubegrad.optax.compact import BUFFERS  # noqa: E402
+from cubegrad.optax.codes import BUFFERS  # noqa: E402
 
 
 def eager_step(tx):

@@ -8,7 +8,7 @@ from compact_runs import SHAPES, build, held_layouts, noisy_grads, state_bytes, 
 from short_runs import advance, parameters, peak_of, through_a_file
 
 from cubegrad import MADGRAD, MirrorMADGRAD
-from cubegrad.state import compact, conversion, layout
+from cubegrad.state import blocks, conversion, layout
 
 LIMITS = {(MADGRAD, 0.9): 4.2, (MADGRAD, 0.0): 3.2, (MirrorMADGRAD, 0.9): 2.2}
 each_limit = pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_which_parameters_keep_codes(cls, shape, dtype, coded):
 @pytest.mark.parametrize("form", ["fresh", "encoded", "decoded", "stepped"])
 def test_temporaries_are_those_of_a_few_rows(cls, form, monkeypatch):
     """Beyond what is kept, far less than the parameter."""
-    monkeypatch.setattr(compact, "PIECE", 2**10)
+    monkeypatch.setattr(blocks, "PIECE", 2**10)
     (param,) = parameters([(512, 256)])
     optimizer = build(cls, [param], compact=form == "decoded")
     advance(optimizer, [param], range(1))

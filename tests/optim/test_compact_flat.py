@@ -9,10 +9,10 @@ from short_runs import same_bits
 from torch import nn
 
 from cubegrad import MADGRAD, codec, memory
-from cubegrad.state import compact
+from cubegrad.state import blocks
 
 # Whole blocks, a short last block, and more than is stepped at a time where no kernel does it.
-LENGTHS = [codec.LEAST_FLAT, codec.LEAST_FLAT + 37, compact.PIECE + 300]
+LENGTHS = [codec.LEAST_FLAT, codec.LEAST_FLAT + 37, blocks.PIECE + 300]
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -11,7 +11,7 @@ from short_runs import advance, parameters, peak_of, set_grads
 from torch import nn
 
 from cubegrad import MADGRAD, MirrorMADGRAD
-from cubegrad.state import compact
+from cubegrad.state import blocks
 
 LR = {MADGRAD: 0.1, MirrorMADGRAD: 0.02}
 
@@ -175,7 +175,7 @@ def test_pieces_and_threads_change_nothing(cls, monkeypatch):
     """The last bit of torch's x ** (1 / 3) depends on them, that of a code must not."""
     runs = []
     for piece, threads in ((2**22, 1), (2**10, 1), (2**22, 3)):
-        monkeypatch.setattr(compact, "PIECE", piece)
+        monkeypatch.setattr(blocks, "PIECE", piece)
         torch.set_num_threads(threads)
         params = parameters([(300, 301), (70, 65)])
         runs.append((params, advance(build(cls, params, lr=LR[cls]), params, range(4))))
@@ -221,7 +221,7 @@ def test_wrong_codes_are_refused_before_anything_changes():
 # torch 2.11's profiler warns so once in each process.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_an_idle_parameter_of_an_estimated_rate_is_decoded_by_pieces(monkeypatch):
-    monkeypatch.setattr(compact, "PIECE", 2**10)
+    monkeypatch.setattr(blocks, "PIECE", 2**10)
     params = parameters([(512, 256), (64, 64)])
     optimizer = build(MADGRAD, params, lr="auto")
     advance(optimizer, params, range(2))

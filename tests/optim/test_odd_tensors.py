@@ -6,7 +6,7 @@ import torch
 from short_runs import FusedAndEager, ones, parameters, set_grads
 
 from cubegrad import MADGRAD
-from cubegrad.backends import memory
+from cubegrad.backends import spans
 from cubegrad.backends.native import tensors
 
 SHAPES = [(8, 8), (30,), (5, 5), (3,)]
@@ -110,18 +110,18 @@ def test_the_searches_for_shared_memory_agree():
         cuts = torch.randint(0, 990, (6,), generator=generator).tolist()
         written = [room[cut : cut + 10] for cut in sorted({cut // 20 * 20 for cut in cuts[:4]})]
         grads = [room[cut : cut + 5] for cut in cuts[4:]]
-        spans = [memory.span(w) for w in written], [memory.span(g) for g in grads]
-        expected = any(memory.overlap(w, g) for w in spans[0] for g in spans[1])
+        spans = [spans.span(w) for w in written], [spans.span(g) for g in grads]
+        expected = any(spans.overlap(w, g) for w in spans[0] for g in spans[1])
         addresses = b"".join(g.data_ptr().to_bytes(8, "little") for g in grads)
-        packed = memory.packed(spans[0]), memory.lengths(spans[1]), addresses
+        packed = spans.packed(spans[0]), spans.lengths(spans[1]), addresses
         assert tensors.any_within(*packed) == expected
         assert tensors.plain_any_within(*packed) == expected
-        assert memory.any_overlap(*spans) == expected
+        assert spans.any_overlap(*spans) == expected
         seen.add(expected)
     assert seen == {True, False}
-    assert memory.any_overlap([(0, 5), (4, 8)], [])
-    assert not memory.any_overlap([(0, 5)], [(5, 9), (6, 10), (0, 0), (3, 3)])
-    assert memory.span(room.view(10, 100)[2:4, 5:9]) == (
+    assert spans.any_overlap([(0, 5), (4, 8)], [])
+    assert not spans.any_overlap([(0, 5)], [(5, 9), (6, 10), (0, 0), (3, 3)])
+    assert spans.span(room.view(10, 100)[2:4, 5:9]) == (
         room.data_ptr() + 4 * 205,
         room.data_ptr() + 4 * 309,
     )

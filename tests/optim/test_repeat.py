@@ -113,7 +113,7 @@ def test_a_table_that_a_graph_reads_is_kept(monkeypatch):
     prepared = optimizer._repeats.prepared[0]
     kept = pretend_capture(monkeypatch)
     optimizer.step()
-    tables = [table for part in prepared.parts for _, table in part.tables]
+    tables = [table for one in prepared.launches for _, table in one.tables]
     assert tables
     for table in tables:
         assert any(table is one for _, one in kept)

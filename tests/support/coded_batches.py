@@ -10,7 +10,7 @@ from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
 from cubegrad.rule import RULES
-from cubegrad.state import compact, layout
+from cubegrad.state import blocks, layout
 
 each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 HALVES = (torch.float16, torch.bfloat16)
@@ -90,7 +90,7 @@ def sizes(codes, shape):
     per_binade = 64
     if codes.offset is None:
         root, per_binade = root >> 1, 32
-    return root + per_binade * compact.joined(
+    return root + per_binade * blocks.joined(
         binades.unsqueeze(-1).expand(-1, -1, min(codec.BLOCK, codec.row_length(shape))), shape
     )
 
@@ -99,7 +99,7 @@ def offset_of(codes, shape):
     """z - x."""
     width = min(codec.BLOCK, codec.row_length(shape))
     scale = codes.offset_scale.double().unsqueeze(-1).expand(-1, -1, width)
-    return offset_codes(codes).double() * compact.joined(scale, shape)
+    return offset_codes(codes).double() * blocks.joined(scale, shape)
 
 
 def offset_codes(codes):

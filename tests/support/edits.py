@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cubegrad import MADGRAD, MirrorMADGRAD, codec
 from cubegrad.functions import CodedFunctions
-from cubegrad.state import compact, layout
+from cubegrad.state import blocks, layout
 
 FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "sums": (MADGRAD, {}),
@@ -53,9 +53,9 @@ def dual_point(optimizer: Any, param: Tensor) -> Tensor:
     held = layout.held(optimizer._rule, state)
     buffers = {name: layout.as_real(state[name].clone()) for name in held.buffers}
     if held.is_coded:
-        codes = compact.codes_in_blocks(held.codes(list(buffers.values())))
+        codes = blocks.codes_in_blocks(held.codes(list(buffers.values())))
         offset = codec.decode(CodedFunctions, codes).offset
-        return x if offset is None else x + compact.joined(offset, x.shape)
+        return x if offset is None else x + blocks.joined(offset, x.shape)
     if "z" in buffers:
         return buffers["z"].double()
     if "initial_param" not in buffers:

@@ -11,7 +11,7 @@ from cubegrad.state.layout import Layout
 
 # Classes whose tensors are what they seem; others may lack list operations, or have no address.
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-Spans = list[tuple[int, int]]  # memory, as memory.span gives it
+Spans = list[tuple[int, int]]  # memory, as spans.span gives it
 
 
 class Row(NamedTuple):
@@ -66,11 +66,11 @@ class Launch(Protocol):
     """A fused kernel bound to the tensors of a batch, which can run again and again."""
 
     alive: Any  # the tensors whose addresses the kernel holds
-    written: bytes  # the memory it writes to, as memory.packed gives it
-    grad_lengths: bytes  # of the gradients, as memory.lengths gives them
+    written: bytes  # the memory it writes to, as spans.packed gives it
+    grad_lengths: bytes  # of the gradients, as spans.lengths gives them
 
     def table(self, grads: bytes) -> tuple[Any, bool]:
-        """The gradients' addresses where `run` wants them, and whether they will stay there."""
+        """The gradients' addresses where `run` wants them, and whether the table can be reused."""
 
     def run(self, h: Hyper, table: Any) -> None:
         """Update the batch, with the gradients that the table lists."""

@@ -12,7 +12,7 @@ from cubegrad import codec
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
-from cubegrad.state import compact
+from cubegrad.state import blocks
 from cubegrad.state.layout import Layout
 
 
@@ -30,7 +30,7 @@ def _pieces(row: Row) -> Iterator[Row]:
         yield row
         return
     first = row.first_index
-    for param, grad, *buffers in compact.row_pieces(row.param, row.grad, *row.buffers):
+    for param, grad, *buffers in blocks.row_pieces(row.param, row.grad, *row.buffers):
         yield Row(param, grad, row.step, tuple(buffers), first)
         first += param.numel()
 
@@ -38,7 +38,7 @@ def _pieces(row: Row) -> Iterator[Row]:
 def _step(layout: Layout, row: Row, h: Hyper, finite: Tensor | None) -> None:
     param, grad, step, buffers, first = row
     k = step.to(torch.float32) if h.on_device else step.item()
-    x, g = (compact.blocks(tensor.to(torch.float32)) for tensor in (param, grad))
+    x, g = (blocks.split(tensor.to(torch.float32)) for tensor in (param, grad))
     if h.grad_scale is not None:
         g = g / h.grad_scale.to(g).reshape(())
     old = layout.codes(buffers)
@@ -47,10 +47,10 @@ def _step(layout: Layout, row: Row, h: Hyper, finite: Tensor | None) -> None:
         layout.rule,
         h,
         k,
-        codec.random_bits(step.to(torch.int32), compact.blocks(compact.indices(param, first))),
+        codec.random_bits(step.to(torch.int32), blocks.split(blocks.indices(param, first))),
         x,
         g,
-        compact.codes_in_blocks(old),
+        blocks.codes_in_blocks(old),
         str(param.dtype).removeprefix("torch."),
         with_sums=h.sums is not None,
     )
@@ -58,5 +58,5 @@ def _step(layout: Layout, row: Row, h: Hyper, finite: Tensor | None) -> None:
         h.sums.add_(torch.stack(sums).to(h.sums.device))
     for target, value in ((param, new_x), *zip(old, new, strict=True)):
         if target is not None:
-            stored = compact.joined(value, target.shape).to(target.dtype)
+            stored = blocks.joined(value, target.shape).to(target.dtype)
             target.copy_(stored if finite is None else torch.where(finite, stored, target))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec
-from cubegrad.backends import memory
+from cubegrad.backends import spans
 from cubegrad.backends.batch import Batch, Launch, Row, Spans
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
@@ -32,18 +32,18 @@ def step(make: Callable[[Batch], Launch], batch: Batch, h: Hyper) -> Launch | No
     """Update the batch; returns the launch if it used every tensor where it lies."""
     if batch.spans is None:
         batch = checked(batch)
-    rows, spans = batch.rows, batch.spans or []
-    written, read = [span for _, *own in spans for span in own], [grad for grad, *_ in spans]
+    rows, places = batch.rows, batch.spans or []
+    written, read = [span for _, *own in places for span in own], [grad for grad, *_ in places]
     launch: Launch | None = None
-    if memory.any_overlap(written, read):
-        for row, (grad, *others) in zip(rows, spans, strict=True):
-            if any(memory.overlap(grad, other) for other in others):
+    if spans.any_overlap(written, read):
+        for row, (grad, *others) in zip(rows, places, strict=True):
+            if any(spans.overlap(grad, other) for other in others):
                 row = row._replace(grad=row.grad.clone())
             _launch(make, batch._replace(rows=[row]), h)
     else:
         launch = _launch(make, batch, h)
     if launch is not None:
-        launch.written, launch.grad_lengths = memory.packed(written), memory.lengths(read)
+        launch.written, launch.grad_lengths = spans.packed(written), spans.lengths(read)
     tensors.bump_versions([row.param for row in rows if not row.param.is_inference()])
     return launch
 
@@ -57,8 +57,8 @@ def _checked_spans(layout: Layout, row: Row) -> Spans:
     if step.shape or step.dtype != torch.float32:
         raise _wrong_state(step, torch.Size(), torch.float32, param.device)
     touched = (grad, param, step, *buffers)
-    spans = memory.spans(touched)
-    for tensor, (start, end) in zip(touched, spans, strict=True):
+    places = spans.of(touched)
+    for tensor, (start, end) in zip(touched, places, strict=True):
         storage = tensor.untyped_storage()
         offset = tensor.storage_offset() * tensor.element_size()
         if end > start and (start == 0 or offset + end - start > storage.nbytes()):
@@ -66,7 +66,7 @@ def _checked_spans(layout: Layout, row: Row) -> Spans:
                 f"a tensor of shape {tuple(tensor.shape)} has a storage of {storage.nbytes()} "
                 "bytes, which must hold all its elements; resize the storage back before the step"
             )
-    return spans
+    return places
 
 
 def _wrong_state(
@@ -138,9 +138,9 @@ def coded_addresses(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def spacing(param: Tensor) -> int:
-    """How a row of the parameter lies in memory: 1 if its coordinates follow each other.
+    """How far apart in its row lie coordinates that are neighbours in memory: 1 if contiguous.
 
-    With channels last, those at one place of all channels do. Coordinate j then lies at
+    With channels last, the channels are innermost. Coordinate j then lies at
     (j % spacing) * channels + j // spacing.
     """
     return 1 if param.is_contiguous() else param[0, 0].numel()
@@ -174,7 +174,7 @@ def _sums_fit(row: Row, rounds: bool) -> bool:
     """
     param, grad, _, buffers, _ = row
     like_param = (buffer for buffer in buffers if buffer.shape == param.shape)
-    if not memory.are_aligned(param, grad, *like_param):
+    if not spans.are_aligned(param, grad, *like_param):
         return False
     return not rounds or any(_lie_as(form, param) for form in FORMATS.get(param.dim(), PLAIN))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from cubegrad import codec
 from cubegrad.backends.batch import Row
 from cubegrad.functions import CodedFunctions
-from cubegrad.state import compact
+from cubegrad.state import blocks
 
 
 def rounded(x: Tensor, row: Row, momentum: Any) -> Tensor:
@@ -17,6 +17,6 @@ def rounded(x: Tensor, row: Row, momentum: Any) -> Tensor:
     if isinstance(momentum, Tensor):
         momentum = momentum.to(step.device)
     name = str(param.dtype).removeprefix("torch.")
-    index = compact.indices(param, row.first_index)
+    index = blocks.indices(param, row.first_index)
     new: Tensor = codec.round_param(CodedFunctions, name, x, step, index, momentum)
     return new

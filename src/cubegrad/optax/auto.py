@@ -182,7 +182,7 @@ def advance(
     old_sum, weight_sum = estimate.weight_sum, estimate.weight_sum + weight
     pairs = (old_root, old_sum), (old_root, weight_sum), (root, weight_sum)
     scales = distance.scales(xla, *(([mean], [total]) for mean, total in pairs))
-    share, uncounted = distance.counted(xla, step, estimate.uncounted, *scales)
+    share, uncounted = distance.share_counted(xla, step, estimate.uncounted, *scales)
     weight_sum = old_sum + share * weight
     (scale,) = distance.scales(xla, ([root], [weight_sum]))
     new = Estimate(

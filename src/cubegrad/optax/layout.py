@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from cubegrad.optax import compact
+from cubegrad.optax import codes
 from cubegrad.optax.checks import Settings
 
 SUMS = ("grad_sum", "grad_sq_sum")  # start at 0
@@ -16,7 +16,7 @@ POINTS = ("initial_param", "z")  # start as copies of the parameter
 
 def buffer_names(state_type: Any) -> tuple[str, ...]:
     """The fields of a state that are trees of buffers, in the order of the rule's arguments."""
-    known = (*SUMS, *POINTS, *compact.BUFFERS)
+    known = (*SUMS, *POINTS, *codes.BUFFERS)
     return tuple(name for name in state_type._fields if name in known)
 
 
@@ -33,13 +33,13 @@ def initial_buffers(
 ) -> dict[str, Array | None]:
     """The buffers before the first step, never an alias of `param`; None for one not kept."""
     param, kept = jnp.asarray(param), dict[str, Array | None]()
-    if settings.compact and compact.why_not_coded(param) is None:
-        codes = [name for name in names if name in compact.BUFFERS]
+    if settings.compact and codes.why_not_coded(param) is None:
+        coded = [name for name in names if name in codes.BUFFERS]
         if settings.no_momentum:  # x is z
-            codes = [name for name in codes if not name.startswith("offset")]
-        kept |= compact.initial_codes(param, codes)
+            coded = [name for name in coded if not name.startswith("offset")]
+        kept |= codes.initial_codes(param, coded)
     else:
-        sums = (name for name in names if name not in compact.BUFFERS)
+        sums = (name for name in names if name not in codes.BUFFERS)
         kept |= {name: _initial_buffer(settings, name, param) for name in sums}
     return {name: kept.get(name) for name in names}
 

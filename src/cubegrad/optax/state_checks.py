@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from cubegrad.optax import compact
+from cubegrad.optax import codes
 from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import Settings, Tree
 
@@ -130,13 +130,13 @@ def check_buffers(
 @cache
 def _forms_of_codes(shape: Any, dtype: Any, names: tuple[str, ...]) -> dict[str, Any]:
     param = jax.ShapeDtypeStruct(shape, dtype)
-    forms: dict[str, Any] = jax.eval_shape(partial(compact.initial_codes, names=names), param)
+    forms: dict[str, Any] = jax.eval_shape(partial(codes.initial_codes, names=names), param)
     return forms
 
 
 def _check_forms(name: str, param: Any, held: Mapping[str, Any]) -> None:
-    shape, codes = jnp.shape(param), tuple(n for n in held if n in compact.BUFFERS)
-    forms = _forms_of_codes(shape, jnp.result_type(param), codes) if codes else {}
+    shape, coded = jnp.shape(param), tuple(n for n in held if n in codes.BUFFERS)
+    forms = _forms_of_codes(shape, jnp.result_type(param), coded) if coded else {}
     for buffer, value in held.items():
         expected = forms[buffer].shape if buffer in forms else shape
         found = getattr(value, "shape", type(value).__name__)

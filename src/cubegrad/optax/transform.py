@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from cubegrad import codec, options
 from cubegrad import rule as rules
 from cubegrad.codec import Codes
-from cubegrad.optax import auto, compact, rounding, state_checks, xla
+from cubegrad.optax import auto, codes, rounding, state_checks, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     SUMS,
@@ -56,7 +56,7 @@ def transformation(
     def init(params: Tree) -> Any:
         jax.tree_util.tree_map_with_path(check_param, params)
         if settings.compact:
-            compact.warn_of_uncoded(params)
+            codes.warn_of_uncoded(params)
         leaves, treedef = jax.tree.flatten(params)
         buffers = [initial_buffers(settings, names, param) for param in leaves]
         fields = _trees(treedef, names, buffers)
@@ -178,11 +178,11 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
 
 
 def _coded_step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, with_sums: bool) -> Step:
-    codes = Codes(*map(leaf.buffers.get, compact.BUFFERS))
+    old = Codes(*map(leaf.buffers.get, codes.BUFFERS))
     h = _cast(leaf.hyper(h), jnp.float32)
     run = partial(codec.step, xla.CODEC, rule, h)
-    move, codes, sums = compact.step(run, count, leaf.param, leaf.grad, codes, with_sums)
-    stored = dict(zip(compact.BUFFERS, codes, strict=True))
+    move, new, sums = codes.step(run, count, leaf.param, leaf.grad, old, with_sums)
+    stored = dict(zip(codes.BUFFERS, new, strict=True))
     return Step(move, {n: stored.get(n) for n in leaf.buffers}, [] if sums is None else [sums])
 
 

@@ -15,7 +15,7 @@ from cubegrad import options, sharding
 from cubegrad.backends.batch import capturing
 from cubegrad.optim.release_checks import refuse_in_open_step
 from cubegrad.optim.repeat import Repeats
-from cubegrad.state import edit, layout
+from cubegrad.state import follow, layout
 
 if TYPE_CHECKING:
     from cubegrad.optim.base import BaseOptimizer
@@ -31,7 +31,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
         return
     refuse_in_open_step(optimizer, "edit_weights()")
     old = {
-        param: edit.value(param).clone()
+        param: follow.value(param).clone()
         for group in optimizer.param_groups
         for param in group["params"]
         if _concerned(optimizer, param)
@@ -43,7 +43,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
     finally:
         optimizer._is_editing = False
         _check_shapes(optimizer.param_groups, old)
-        moved = set(old) if capturing() else edit.moved_params(old, keep_momentum)
+        moved = set(old) if capturing() else follow.moved_params(old, keep_momentum)
         for group in optimizer.param_groups:
             _follow(optimizer, group, old, moved, keep_momentum)
 
@@ -51,7 +51,7 @@ def edit_weights(optimizer: "BaseOptimizer", keep_momentum: bool) -> Iterator[No
 def _concerned(optimizer: "BaseOptimizer", param: Tensor) -> layout.Layout | None:
     """The layout of the parameter's state, if an edit concerns it."""
     held = layout.held(optimizer._rule, optimizer.state.get(param, {}))
-    return held if held is not None and edit.is_concerned(held) else None
+    return held if held is not None and follow.is_concerned(held) else None
 
 
 def _follow(
@@ -70,14 +70,14 @@ def _follow(
         held, before = _concerned(optimizer, param), old.pop(param, None)
         if held is None or before is None:
             continue
-        entries, eps, now = optimizer.state[param], group["last_eps"], edit.value(param)
+        entries, eps, now = optimizer.state[param], group["last_eps"], follow.value(param)
         held.take_bytes(param, entries)
         if is_estimated:
-            agreements = [edit.agreement(before.to(now.device), entries, eps)] * 2
+            agreements = [follow.agreement(before.to(now.device), entries, eps)] * 2
         if param in moved:
-            edit.follow(param, before, held, entries, eps, keeps_momentum)
+            follow.follow(param, before, held, entries, eps, keeps_momentum)
             if is_estimated:
-                agreements[1] = edit.agreement(now, entries, eps)
+                agreements[1] = follow.agreement(now, entries, eps)
         if is_estimated:
             total += torch.stack(agreements).to(total)
     if is_estimated:
@@ -93,7 +93,7 @@ def _may_change_estimate(optimizer: "BaseOptimizer", group: Group, moved: set[Te
 def _check_shapes(groups: list[Group], old: dict[Tensor, Tensor]) -> None:
     for group in groups:
         for index, param in enumerate(group["params"]):
-            if param in old and (now := edit.value(param)).shape != old[param].shape:
+            if param in old and (now := follow.value(param)).shape != old[param].shape:
                 raise RuntimeError(
                     f"{options.name_of(group, index)} had shape {tuple(old[param].shape)} before "
                     f"edit_weights() and has {tuple(now.shape)} now; an edit keeps the shape: "
@@ -155,7 +155,7 @@ def _restart(optimizer: "BaseOptimizer", group: Group, param: Tensor) -> None:
     rule, state = optimizer._rule, optimizer.state
     entries = state.get(param)
     held = layout.held(rule, entries or {})
-    optimizer._starts.open.pop(param, None)
+    optimizer._starts.marks.pop(param, None)
     if not isinstance(entries, dict):
         return
     in_graph = group["capturable"] and not group["auto_lr"]  # which has to be captured again

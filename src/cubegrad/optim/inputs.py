@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from cubegrad import cautions, options, sharding
 from cubegrad.rule import Rule
-from cubegrad.state import compact, layout
+from cubegrad.state import blocks, layout
 
 DTYPES = frozenset(
     {
@@ -36,7 +36,7 @@ def check_param(name: str, param: Tensor) -> None:
 
 def warn_of_uncoded(groups: list[dict[str, Any]]) -> None:
     cautions.warn_of_uncoded(
-        (options.name_of(group, index), param.numel(), compact.why_not_coded(param))
+        (options.name_of(group, index), param.numel(), blocks.why_not_coded(param))
         for group in groups
         if group["compact"]
         for index, param in enumerate(group["params"])

@@ -23,7 +23,7 @@ NOTHING = nullcontext()
 TABLES_KEPT = 16  # of gradients that come back to the same addresses in turns
 
 
-class Part:
+class PreparedLaunch:
     """A launch that can run again while its tensors stay where they are."""
 
     def __init__(self, launch: Launch, batch: Batch, owners: Sequence[Tensor]) -> None:
@@ -61,7 +61,7 @@ class Prepared:
     def __init__(
         self,
         group: Group,
-        parts: list[Part],
+        launches: list[PreparedLaunch],
         shards: sharding.ShardGradients,
         own: dict[Tensor, list[Tensor]],
         journal: Journal,
@@ -71,12 +71,12 @@ class Prepared:
         self.eps = group["eps"]
         self.params = list(group["params"])
         self.idle = [param for param in self.params if param not in own]
-        self.parts = parts
+        self.launches = launches
         self.journal = journal
         self.shards = shards
 
     def tables(self, group: Group) -> list[Any] | None:
-        """One for each part; None if the group cannot be stepped as it was."""
+        """One for each launch; None if the group cannot be stepped as it was."""
         momentum, had = group["momentum"], self.momentum
         if momentum is not had and layout.has_momentum(momentum) != layout.has_momentum(had):
             return None  # other buffers are needed
@@ -94,8 +94,8 @@ class Prepared:
             return None
         tables = []
         with self.shards if self.shards.pairs else NOTHING:
-            for part in self.parts:
-                table = part.table()
+            for one in self.launches:
+                table = one.table()
                 if table is None:
                     return None
                 tables.append(table)
@@ -120,17 +120,17 @@ def prepare(
             return None
         own[owner] = [row.step, *row.buffers]
         owners[row.param] = owner
-    parts = []
+    prepared = []
     shards = sharding.ShardGradients(list(own))
     with shards if shards.pairs else NOTHING:
         for batch, launch in zip(batches, launches, strict=True):
             if launch is None or any(row.param not in owners for row in batch.rows):
                 return None  # copies were stepped, or real views of complex numbers
-            part = Part(launch, batch, [owners[row.param] for row in batch.rows])
-            if part.signature is None:
+            one = PreparedLaunch(launch, batch, [owners[row.param] for row in batch.rows])
+            if one.signature is None:
                 return None
-            parts.append(part)
-    return Prepared(group, parts, shards, own, watch(state, own))
+            prepared.append(one)
+    return Prepared(group, prepared, shards, own, watch(state, own))
 
 
 class Repeats:

@@ -75,8 +75,8 @@ def step_rows(
 def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member, at_random: bool) -> bool:
     """Whether rows without a gradient stay as they are.
 
-    Not under decoupled decay, and not if x may still be on its way to z: then a buffer is still
-    held that a momentum of 0 does not need.
+    Not under decoupled decay, and not if a buffer is still held that a momentum of 0 does not need:
+    x ≠ z until momentum has been 0 for a step.
     """
     if member.layout.needs_indices(member.owner, at_random):
         return False  # rows that are cut out lose them

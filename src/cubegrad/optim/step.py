@@ -92,10 +92,10 @@ def _run_groups(
 
 
 def run_again(prepared: Prepared, tables: list[Any], h: Hyper) -> None:
-    for part, table in zip(prepared.parts, tables, strict=True):
-        sums = None if h.sums is None else h.sums[part.sharded_over]
-        part.launch.run(h if sums is None else h._replace(sums=sums), table)
-        tensors.bump_versions(part.written)
+    for one, table in zip(prepared.launches, tables, strict=True):
+        sums = None if h.sums is None else h.sums[one.sharded_over]
+        one.launch.run(h if sums is None else h._replace(sums=sums), table)
+        tensors.bump_versions(one.written)
 
 
 def _refuse_blind_capture(groups: list[Group]) -> None:
@@ -182,7 +182,7 @@ def step_group(
     torch.autograd.graph.increment_version(sharded)  # autograd knows them, not their shards
     _drop_unneeded(optimizer, members, h)
     optimizer._starts.finish_step(owners)
-    if optimizer._starts.any_open(owners):
+    if optimizer._starts.any_marked(owners):
         return None  # x_0 may have to be read again
     return prepare(group, members, batches, launches, optimizer.state)
 

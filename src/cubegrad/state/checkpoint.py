@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cubegrad import codec, options, sharding
 from cubegrad.rule import RULES, Rule
-from cubegrad.state import compact, conversion, layout, state_dicts
+from cubegrad.state import blocks, conversion, layout, state_dicts
 
 Group = dict[str, Any]
 State = dict[Any, Any]
@@ -100,8 +100,8 @@ def _estimate(value: Any) -> Tensor:
     raise ValueError(
         f"the estimate of a param group with lr='auto' is {value!r}; it must be seven numbers "
         "(distance, agreement, lr, sum of weights, step, share of the steps that did not count, "
-        "sum of roots), none but the second negative, the first finite and the share below 1, as "
-        "state_dict() gave them"
+        "sum of roots), of which only the agreement may be negative, with a finite distance and a "
+        "share below 1, as state_dict() gave them"
     )
 
 
@@ -118,8 +118,8 @@ def _check_auto(rule: Rule, groups: list[Group], saved: list[Group]) -> None:
     ours = [bool(group["auto_lr"]) for group in groups]
     if modes != ours:
         was, now = (
-            "lr='auto'" if any(side) else f"lr={options.number('lr', there[0]['lr'])}"
-            for side, there in ((modes, saved), (ours, groups))
+            "lr='auto'" if any(side) else f"lr={options.number('lr', its_groups[0]['lr'])}"
+            for side, its_groups in ((modes, saved), (ours, groups))
         )
         raise ValueError(
             f"the state dict was saved with {was}, and the optimizer was built with {now}; build "
@@ -154,7 +154,7 @@ def _state(
         what = f"{name} of parameter {key!r}"
         is_code, place = held.is_coded and name.endswith("_code"), state[name]
         if is_code and getattr(values[name], "dtype", None) == torch.uint8:
-            place = compact.as_bytes(place, param)
+            place = blocks.as_bytes(place, param)
         value = state_dicts.buffer(what, values[name], param, place, is_code)
         sharding.local(place).copy_(sharding.placed(value, param))
         if held.is_coded and not is_code:
@@ -198,7 +198,7 @@ def _held(rule: Rule, values: dict[str, Any]) -> layout.Layout | None:
 
 
 def _check_blocks(key: Any, param: Any) -> None:
-    if not compact.has_whole_blocks(param):
+    if not blocks.has_whole_blocks(param):
         raise ValueError(
             f"the state of parameter {key!r} is in codes, and its shards of placements "
             f"{param.placements} cut through blocks of {codec.BLOCK} numbers; they must have "
@@ -231,7 +231,7 @@ def complete(
                 conversion.convert(param, entries, layout.full(rule), group["last_eps"])
                 continue
             if held.is_coded and isinstance(entries.get(held.start), Tensor):
-                entries[held.start] = compact.as_bytes(entries[held.start], param)
+                entries[held.start] = blocks.as_bytes(entries[held.start], param)
             if held.recovers_start and layout.has_momentum(group["momentum"]):
                 start = layout.recovered_start(rule, param, state[param], group["last_eps"])
                 entries["initial_param"] = start

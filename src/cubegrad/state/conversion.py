@@ -13,7 +13,7 @@ from cubegrad import codec, rule, sharding
 from cubegrad.codec import Codes
 from cubegrad.functions import CodedFunctions
 from cubegrad.rule import MADGRAD
-from cubegrad.state import compact, layout
+from cubegrad.state import blocks, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
 Entries = dict[str, Any]
@@ -51,9 +51,9 @@ def sums(param: Tensor, entries: Mapping[str, Any], eps: float) -> Iterator[tupl
     if not isinstance(held, CodedLayout):
         yield tuple(_real(entries, names))
         return
-    for x, *buffers in compact.row_pieces(_value(param), *_real(entries, held.buffers)):
+    for x, *buffers in blocks.row_pieces(_value(param), *_real(entries, held.buffers)):
         decoded = _sums_of_codes(held, x, buffers, eps)
-        yield tuple(compact.joined(decoded[name], x.shape) for name in names)
+        yield tuple(blocks.joined(decoded[name], x.shape) for name in names)
 
 
 def _value(param: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
     """Codes of a state of sums, rounded to nearest."""
     new = to.zeros(param, to.buffers)
     old, count = _real(entries, held.buffers), len(held.buffers)
-    for x, *tensors in compact.row_pieces(_value(param), *old, *_real(new, to.buffers)):
+    for x, *tensors in blocks.row_pieces(_value(param), *old, *_real(new, to.buffers)):
         own = to.codes(tensors[count:])
         x, *state = (tensor.to(torch.float32) for tensor in (x, *tensors[:count]))
         sums = dict(zip(held.buffers, state, strict=True))
@@ -80,16 +80,16 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
             _store_initial(own, initial)
         else:
             z = sums["z"]
-        old_codes = compact.codes_in_blocks(own)
+        old_codes = blocks.codes_in_blocks(own)
         root = rule.root(CodedFunctions, to.rule, sums["grad_sq_sum"])
         offset: tuple[Any, Any] = (None, None)
         if own.offset is not None:
-            away_from_x = compact.blocks(z - x)
+            away_from_x = blocks.split(z - x)
             offset = codec.encode_integers(CodedFunctions, away_from_x, codec.LARGEST_OFFSET)
-        codes = codec.encode(CodedFunctions, to.rule, offset, compact.blocks(root), old_codes)
+        codes = codec.encode(CodedFunctions, to.rule, offset, blocks.split(root), old_codes)
         for code, target in zip(codes, own, strict=True):
             if target is not None:
-                target.copy_(compact.joined(code, target.shape))
+                target.copy_(blocks.joined(code, target.shape))
     return new
 
 
@@ -98,7 +98,7 @@ def _store_initial(own: Codes, initial: Tensor) -> None:
     assert own.initial is not None
     assert own.initial_scale is not None
     dtype = torch.float32 if own.initial.dtype == torch.int16 else own.initial.dtype
-    code, scale = compact.encode_initial(initial.to(dtype))
+    code, scale = blocks.encode_initial(initial.to(dtype))
     own.initial.copy_(code)
     own.initial_scale.copy_(scale)
 
@@ -108,10 +108,10 @@ def _decoded(param: Tensor, entries: Entries, held: CodedLayout, to: Layout, eps
     """The sums that codes stand for."""
     new = to.fresh(param.detach(), count_on_device=False)
     codes, count = _real(entries, held.buffers), len(held.buffers)
-    for x, *tensors in compact.row_pieces(_value(param), *codes, *_real(new, to.buffers)):
+    for x, *tensors in blocks.row_pieces(_value(param), *codes, *_real(new, to.buffers)):
         state = _sums_of_codes(held, x, tensors[:count], eps)
         for name, target in zip(to.buffers, tensors[count:], strict=True):
-            target.copy_(compact.joined(state[name], target.shape))
+            target.copy_(blocks.joined(state[name], target.shape))
     return {name: new[name] for name in to.buffers}
 
 
@@ -119,8 +119,8 @@ def _sums_of_codes(
     held: CodedLayout, param: Tensor, buffers: Sequence[Tensor], eps: float
 ) -> dict[str, Tensor]:
     """The buffers of the other form, in blocks."""
-    values = codec.decode(CodedFunctions, compact.codes_in_blocks(held.codes(buffers)))
-    x = compact.blocks(param.to(torch.float32))
+    values = codec.decode(CodedFunctions, blocks.codes_in_blocks(held.codes(buffers)))
+    x = blocks.split(param.to(torch.float32))
     z = x if values.offset is None else x + values.offset
     grad_sq_sum = rule.power(held.rule, values.root)
     if not held.rule.pulls:

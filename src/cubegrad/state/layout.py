@@ -15,7 +15,7 @@ from cubegrad import sharding
 from cubegrad.codec import Codes
 from cubegrad.functions import TorchFunctions
 from cubegrad.rule import RULES, Rule, recover_initial_param
-from cubegrad.state import compact
+from cubegrad.state import blocks
 
 
 class Layout(NamedTuple):
@@ -107,7 +107,7 @@ class CodedLayout(Layout):
         shard = as_real(sharding.local(param.detach()))
         for buffer, (shape, dtype) in zip(self.buffers, self.forms(shard), strict=True):
             own = entries[buffer]
-            own = sharding.local(compact.from_bytes(own, param) if buffer == self.start else own)
+            own = sharding.local(blocks.from_bytes(own, param) if buffer == self.start else own)
             if (own.shape, own.dtype) != (shape, dtype):
                 raise ValueError(
                     f"{buffer} of {name} is {own.dtype} of shape {tuple(own.shape)}, and must be "
@@ -117,11 +117,11 @@ class CodedLayout(Layout):
 
     def forms(self, param: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Of a real parameter."""
-        scale = compact.scale_shape(param.shape), torch.float32
+        scale = blocks.scale_shape(param.shape), torch.float32
         dtypes = {
             "offset_code": torch.int8,
             "root_code": torch.uint8,
-            "initial_code": compact.initial_dtype(param),
+            "initial_code": blocks.initial_dtype(param),
         }
         return [(param.shape, dtypes[name]) if name in dtypes else scale for name in self.buffers]
 
@@ -152,7 +152,7 @@ class CodedLayout(Layout):
     def started(self, param: Tensor) -> dict[str, Tensor]:
         if self.start is None:
             return {}
-        encoded = compact.encode_initial(as_real(sharding.local(param.detach())))
+        encoded = blocks.encode_initial(as_real(sharding.local(param.detach())))
         names = (self.start, "initial_scale")
         return {
             name: self._placed(name, tensor, param)
@@ -161,7 +161,7 @@ class CodedLayout(Layout):
 
     def take_bytes(self, param: Tensor, entries: dict[str, Any]) -> None:
         if self.start is not None and entries[self.start].dtype == torch.uint8:
-            entries[self.start] = compact.from_bytes(entries[self.start], param)
+            entries[self.start] = blocks.from_bytes(entries[self.start], param)
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """For all coordinates together, since their scales cannot be changed one by one."""
@@ -169,8 +169,8 @@ class CodedLayout(Layout):
 
     def whole_shape(self, name: str, param: Tensor) -> torch.Size:
         """The shape of a buffer for the whole of a sharded parameter."""
-        shape = torch.Size(compact.real_shape(param))
-        return compact.scale_shape(shape) if name.endswith("scale") else shape
+        shape = torch.Size(blocks.real_shape(param))
+        return blocks.scale_shape(shape) if name.endswith("scale") else shape
 
     def _placed(self, name: str, shard: Tensor, param: Tensor) -> Tensor:
         return sharding.like(shard, param, self.whole_shape(name, param))
@@ -234,7 +234,7 @@ def needed(rule: Rule, group: Mapping[str, Any], param: Tensor) -> Layout:
     lost for good. (With codes, x is rounded at random, so that its mean is right.)
     """
     momentum = has_momentum(group["momentum"])
-    if group["compact"] and compact.is_coded(param):
+    if group["compact"] and blocks.is_coded(param):
         return CODED_LAYOUTS[rule.name][0 if momentum else -1]
     return LAYOUTS[rule.name][0 if momentum or is_half(param) else -1]
 

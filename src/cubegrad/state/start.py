@@ -46,7 +46,7 @@ class Starts:
     """The parameters that may not have had a step with a weight yet."""
 
     def __init__(self) -> None:
-        self.open: dict[Tensor, Mark] = {}
+        self.marks: dict[Tensor, Mark] = {}
 
     @classmethod
     def of_loaded(cls, rule: Rule, state: Mapping[Any, Any]) -> "Starts":
@@ -60,26 +60,26 @@ class Starts:
                 continue
             if bool(held.unweighted(entries).all()) and _is_start(held, entries, param):
                 start = entries[held.start]
-                starts.open[param] = Mark(start, _sum(start), _sum(param))
+                starts.marks[param] = Mark(start, _sum(start), _sum(param))
         return starts
 
-    def any_open(self, params: Iterable[Tensor]) -> bool:
-        return bool(self.open) and any(param in self.open for param in params)
+    def any_marked(self, params: Iterable[Tensor]) -> bool:
+        return bool(self.marks) and any(param in self.marks for param in params)
 
     def add(self, param: Tensor, start: Tensor) -> None:
         """A parameter whose state is made in a step that may have no weight."""
-        self.open[param] = Mark(start, _sum(start), None)
+        self.marks[param] = Mark(start, _sum(start), None)
 
     def read_again(
         self, param: Tensor, held: Layout, entries: dict[str, Any], weight: Weight
     ) -> None:
-        """Start an open parameter from its value now, if that is not what the last step left.
+        """Start a marked parameter from its value now, if that is not what the last step left.
 
-        After one step of unknown weight the parameter is closed. Nothing is read on the host.
+        After one step of unknown weight the mark is gone. Nothing is read on the host.
         """
-        mark = self.open.pop(param, None)
+        mark = self.marks.pop(param, None)
         if mark is None or held.start is None or entries[held.start] is not mark.start:
-            return  # not open, or somebody has put another start there
+            return  # not marked, or somebody has put another start there
         again = (_sum(mark.start) == mark.start_sum) & held.unweighted(entries)
         if mark.param_sum is not None:
             again = again & (_sum(param) != mark.param_sum)
@@ -91,16 +91,16 @@ class Starts:
             self.add(param, entries[held.start])
 
     def renew(self, param: Tensor, held: Layout, entries: dict[str, Any]) -> None:
-        """Follow the start of an open parameter whose state has changed its form."""
-        if self.open.pop(param, None) is not None and held.start is not None:
+        """Follow the start of a marked parameter whose state has changed its form."""
+        if self.marks.pop(param, None) is not None and held.start is not None:
             self.add(param, entries[held.start])
 
     def finish_step(self, params: Iterable[Tensor]) -> None:
-        """Note how a step left the parameters that are open."""
-        if self.open:
+        """Note how a step left the parameters that are marked."""
+        if self.marks:
             for param in params:
-                if param in self.open:
-                    self.open[param] = self.open[param]._replace(param_sum=_sum(param))
+                if param in self.marks:
+                    self.marks[param] = self.marks[param]._replace(param_sum=_sum(param))
 
 
 def _sum(tensor: Tensor) -> Tensor:

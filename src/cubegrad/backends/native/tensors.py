@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cubegrad.backends.memory import lies_in_storage, span
+from cubegrad.backends.spans import lies_in_storage, span
 
 # Looked up by name in torch's library. The first nine are its stable C interface, the others C++
 # functions of (const Tensor&) or, for `grad`, of a tensor's implementation; `_probe` tests them.

@@ -27,7 +27,7 @@ def advance(
     values: Tensor,
     sums: Tensor,
     rates: Tensor,
-    kept: Tensor | None,
+    shrinks: Tensor | None,
     counts: Tensor,
     found_inf: Tensor | None,
 ) -> None:
@@ -36,8 +36,8 @@ def advance(
         found_inf = found_inf.to(values.device, float32, non_blocking=True)
     groups = len(values)
     block = triton.next_power_of_2(groups)
-    arguments = (values, sums, rates, kept, counts, groups, found_inf, block)
-    variant = (values.device, kept is None, found_inf is None, block)
+    arguments = (values, sums, rates, shrinks, counts, groups, found_inf, block)
+    variant = (values.device, shrinks is None, found_inf is None, block)
     with on_device(values.device):
         if variant in COMPILED:
             COMPILED[variant](*arguments)
@@ -49,13 +49,13 @@ def advance(
 
 @triton.jit(do_not_specialize=["n_groups"])
 def advance_estimate(
-    values, sums, rates, kept, counts, n_groups: "i32", found_inf,
+    values, sums, rates, shrinks, counts, n_groups: "i32", found_inf,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """distance.advance, for all groups in one program.
 
     A row of `values` is as distance.FIELDS names it, a row of `sums` the step sums of that group.
-    `rates` are the groups' γ with their factors, `kept` what decoupled decay multiplies by. The
+    `rates` are the groups' γ with their factors, `shrinks` what decoupled decay multiplies by. The
     sums are set to 0 for the next step.
     """
     group = tl.arange(0, GROUPS)
@@ -76,8 +76,8 @@ def advance_estimate(
         k = tl.load(values + STEP)
         uncounted = tl.load(values + UNCOUNTED)
         agreement = tl.load(row + AGREEMENT, real, 0.0)
-        if kept is not None:
-            agreement *= tl.load(kept + group, real, 1.0)
+        if shrinks is not None:
+            agreement *= tl.load(shrinks + group, real, 1.0)
         agreement += newest  # Σ λ_i ⟨g_i, x_0 - x_i⟩
         weight = tl.load(rates + group, real, 0.0) * tl.sqrt(k + 1)
         count = tl.load(counts + group, real, 0.0)

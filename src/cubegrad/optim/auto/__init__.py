@@ -144,7 +144,7 @@ class Auto:
                     _add_idle(h, h.sums[sharding.sharded_over(param)], *sums)
         for total, over, part in estimate.sharded:
             total += sharding.sum_over_shards(part, over)
-        counts: Any = estimate.counted(state) if any(estimate.idle) else estimate.counts
+        counts: Any = estimate.stepped_counts(state) if any(estimate.idle) else estimate.counts
         live: Any = estimate.live
         if self.shared is not None:
             counts, live, found_inf = self.shared.totals(estimate, counts, hypers[0].found_inf)

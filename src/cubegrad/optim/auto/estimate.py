@@ -96,7 +96,7 @@ class Estimate:
         live = (param for param in group["params"] if id(param) not in without)
         self.counts[index] = sum(map(coordinates, live))
 
-    def counted(self, state: Mapping[Tensor, Any]) -> Sequence[int] | Tensor:
+    def stepped_counts(self, state: Mapping[Tensor, Any]) -> Sequence[int] | Tensor:
         """Each group's coordinates that have been stepped, now or before.
 
         A state alone does not say so: a fused step that a GradScaler skips makes one. Its count of

@@ -173,8 +173,8 @@ def _totals(
     numbers = torch.cat([torch.stack(parts).sum(0), largest.new_tensor([float(count)])])
     if shared is not None:
         numbers, largest = shared.sum(numbers), shared.largest(largest)
-    scale, square, moved, coordinates_there = numbers.tolist()
-    return Totals(scale, square, moved, int(coordinates_there), largest.item())
+    scale, square, moved, number = numbers.tolist()
+    return Totals(scale, square, moved, int(number), largest.item())
 
 
 def _as_stepped(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,15 +57,15 @@ class Shared:
         """
         sums = estimate.sums
         own = [torch.as_tensor(column, dtype=torch.float64) for column in (counts, estimate.live)]
-        there = [column.to(sums.device, non_blocking=True)[:, None] for column in own]
-        overflow = torch.zeros_like(there[0])
+        columns = [column.to(sums.device, non_blocking=True)[:, None] for column in own]
+        overflow = torch.zeros_like(columns[0])
         if found_inf is not None:
             overflow += found_inf.to(overflow)
-        table = self.sum(torch.cat([sums, *there, overflow], dim=1))
+        table = self.sum(torch.cat([sums, *columns, overflow], dim=1))
         *new_sums, counted, groups_live, overflows = table.unbind(1)
         sums.copy_(torch.stack(new_sums, 1))
         any_overflow = None if found_inf is None else (overflows[:1] > 0).float()
-        live_there = groups_live > 0
+        live = groups_live > 0
         if estimate.on_host:
-            return counted.tolist(), live_there.tolist(), any_overflow
-        return counted.contiguous(), live_there.double(), any_overflow
+            return counted.tolist(), live.tolist(), any_overflow
+        return counted.contiguous(), live.double(), any_overflow

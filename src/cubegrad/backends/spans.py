@@ -19,7 +19,7 @@ def span(tensor: Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def spans(tensors: Sequence[Tensor]) -> list[Span]:
+def of(tensors: Sequence[Tensor]) -> list[Span]:
     """The span of each."""
     return [
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)

@@ -69,9 +69,7 @@ def encode_initial(param: Tensor) -> tuple[Tensor, Tensor]:
         return param.clone(memory_format=torch.contiguous_format), scale
     codes = torch.empty(param.shape, dtype=dtype, device=param.device)
     for x, code, own_scale in row_pieces(param, codes, scale):
-        code_blocks, scales = codec.encode_integers(
-            TorchFunctions, blocks(x), codec.LARGEST_INITIAL
-        )
+        code_blocks, scales = codec.encode_integers(TorchFunctions, split(x), codec.LARGEST_INITIAL)
         code.copy_(joined(code_blocks, x.shape))
         own_scale.copy_(scales.reshape(own_scale.shape))
     return codes, scale
@@ -119,7 +117,7 @@ def row_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*pieces, strict=True)
 
 
-def blocks(tensor: Tensor) -> Tensor:
+def split(tensor: Tensor) -> Tensor:
     """(rows, blocks, numbers of a block); the last block of a row is filled up with zeros."""
     rows = tensor.reshape(-1, row_length(tensor.shape))
     width = min(BLOCK, rows.shape[1])
@@ -130,7 +128,7 @@ def blocks(tensor: Tensor) -> Tensor:
 
 
 def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `blocks`."""
+    """The inverse of `split`."""
     rows, length = blocks.flatten(1), row_length(shape)
     if torch.compiler.is_compiling() and rows.shape[1] != length:
         # Fused with this slice, the loop that torch 2.13 compiles for a CPU ends after the last
@@ -140,9 +138,9 @@ def joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def codes_in_blocks(codes: Codes) -> Codes:
-    """The codes of one parameter, cut as `blocks` cuts it."""
+    """The codes of one parameter, cut as `split` cuts it."""
     coded = {name: getattr(codes, name) for name in ("offset", "root", "initial")}
-    cut = {name: None if code is None else blocks(code) for name, code in coded.items()}
+    cut = {name: None if code is None else split(code) for name, code in coded.items()}
     scales = {name: getattr(codes, f"{name}_scale") for name in coded}
     lifted = {
         f"{name}_scale": None

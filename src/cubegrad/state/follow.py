@@ -18,7 +18,7 @@ from torch import Tensor
 from cubegrad import codec, rule, sharding
 from cubegrad.functions import CodedFunctions, TorchFunctions
 from cubegrad.rule import Rule
-from cubegrad.state import compact, conversion, layout
+from cubegrad.state import blocks, conversion, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
 
@@ -91,7 +91,7 @@ def moved_params(old: Mapping[Tensor, Tensor], keeps_momentum: bool) -> set[Tens
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return compact.row_pieces(*(x if x.dim() else x[None] for x in tensors))
+    return blocks.row_pieces(*(x if x.dim() else x[None] for x in tensors))
 
 
 @torch.no_grad()
@@ -152,17 +152,17 @@ def _follow_in_codes(
     buffers = [sharding.local(entries[name]) for name in held.buffers]
     device = buffers[0].device
     step, first = entries["step"].to(device, torch.int32), sharding.first_index(param)
-    for old, new, *own in compact.row_pieces(*(x.to(device) for x in values), *buffers):
-        before, after = (compact.blocks(x.to(torch.float32)) for x in (old, new))
+    for old, new, *own in blocks.row_pieces(*(x.to(device) for x in values), *buffers):
+        before, after = (blocks.split(x.to(torch.float32)) for x in (old, new))
         edit = Edit(before, after, momentum)
         stored = held.codes(own)
-        codes = compact.codes_in_blocks(stored)
+        codes = blocks.codes_in_blocks(stored)
         if codes.initial is not None:
-            bits = codec.random_bits(step, compact.blocks(compact.indices(new, first)))
+            bits = codec.random_bits(step, blocks.split(blocks.indices(new, first)))
             _move_initial(edit, codes, stored, bits)
         if stored.offset is not None and not momentum:
             both: Any = codes.offset  # its lowest bit belongs to the root
-            stored.offset.copy_(compact.joined(torch.where(edit.moved, both & 1, both), new.shape))
+            stored.offset.copy_(blocks.joined(torch.where(edit.moved, both & 1, both), new.shape))
         first += new.numel()
 
 
@@ -179,7 +179,7 @@ def _move_initial(edit: Edit, codes: Any, stored: Any, bits: Tensor) -> None:
     scale = _scale(start, old_scale, same, dtype)
     code = _rounded(CodedFunctions.quotient(start, scale), bits, dtype)
     code = torch.where(same & (scale == old_scale), old_code, code.to(dtype))
-    stored.initial.copy_(compact.joined(code, stored.initial.shape))
+    stored.initial.copy_(blocks.joined(code, stored.initial.shape))
     stored.initial_scale.copy_(scale.reshape(stored.initial_scale.shape))
 
 
