@@ -145,3 +145,24 @@ def test_an_estimated_rate_counts_idle_codes_once_traced():
         step()
         plain[1].step()
         assert compiled[1].estimated_lr() == pytest.approx(plain[1].estimated_lr(), rel=1e-3)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@each_class
+def test_codes_that_are_switched_in_two_groups(cls, compact):
+    """The compiler takes note of the buffers of both when it asks for the first one's."""
+    runs = []
+    for _ in range(2):
+        params = parameters([(64, 64), (70, 64)])
+        optimizer = cls([{"params": [param]} for param in params], compact=not compact)
+        runs.append((params, optimizer))
+    steps = torch.compile(runs[0][1].step, fullgraph=True, backend="eager"), runs[1][1].step
+    for k in range(3):
+        for (params, optimizer), step in zip(runs, steps, strict=True):
+            for group in optimizer.param_groups:
+                group["compact"] = compact if k else not compact
+            noisy_grads(params, k)
+            step()
+    assert_close(*runs)
+    for entries in runs[0][1].state.values():
+        assert ("root_code" in entries) == compact

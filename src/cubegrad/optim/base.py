@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, cautions, options, sharding
-from cubegrad.backends.batch import Backend
+from cubegrad.backends.batch import Backend, Member
 from cubegrad.optim import auto, compiled, edit, inputs, release_checks
 from cubegrad.optim.auto import Auto
 from cubegrad.optim.release import GradientRelease
@@ -50,6 +50,7 @@ class BaseOptimizer(Optimizer):
     _has_had_gradients = False
     _release: GradientRelease | None = None
     _is_editing = False  # inside edit_weights()
+    _traced_members: dict[int, list[Member]]  # by the id of their group, while a step is traced
 
     def __init__(
         self,

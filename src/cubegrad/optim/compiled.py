@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cubegrad import options, sharding
 from cubegrad.backends import eager
-from cubegrad.backends.batch import Batch, Row
+from cubegrad.backends.batch import Batch, Member, Row
 from cubegrad.optim import step
 from cubegrad.options import Hyper
 from cubegrad.state import conversion, layout
@@ -120,11 +120,10 @@ def fill_columns(
 ) -> None:
     """Fill the lists with what has a gradient; this runs while the step is traced, not in it."""
     optimizer._opt_called = True  # for torch's schedulers
-    weight = Weight.of(group["lr"], getattr(optimizer, "found_inf", None))
     forms = layout.full_forms(optimizer._rule, group)
     by_form = dict(zip((full.form for full in forms), _columns_of(forms, columns), strict=True))
     names = {full.form: (*SHARED, *full.buffers) for full in forms}
-    for param, used, row, _ in step.gather(optimizer, group, weight, fused=False, alike=True):
+    for param, used, row, _ in _gathered(optimizer, group):
         own, buffers = names[used.form], zip(used.buffers, row.buffers, strict=True)
         for name, tensor in (("param", param), ("grad", row.grad), ("step", row.step), *buffers):
             by_form[used.form][own.index(name)].append(tensor)
@@ -135,3 +134,19 @@ def fill_columns(
             if idle_now and layout.held(optimizer._rule, state) is not None:
                 for sums in conversion.sums(param, state, group["eps"]):
                     idle += (state["step"], *sums)
+
+
+def _gathered(optimizer: "BaseOptimizer", group: Group) -> list[Member]:
+    """The group's members; the first call gathers those of all groups.
+
+    The compiler notes the buffers of all groups when it has the first one's columns, so none may
+    change its form after that.
+    """
+    groups, found_inf = optimizer.param_groups, getattr(optimizer, "found_inf", None)
+    if group is groups[0]:
+        weights = [Weight.of(each["lr"], found_inf) for each in groups]
+        optimizer._traced_members = {
+            id(each): step.gather(optimizer, each, weight, fused=False, alike=True)
+            for each, weight in zip(groups, weights, strict=True)
+        }
+    return optimizer._traced_members.pop(id(group))
