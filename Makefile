@@ -32,7 +32,7 @@ test-versions:
 # The committed reports again, from their records, and the page over all of them.
 reports: $(READY)
 	for runs in $(dir $(wildcard docs/results/*/commands.txt)); do $(BIN)/cubegrad report $$runs || exit 1; done
-	rm -f docs/results/*/report/*.svg
+	cd docs/results && rm -f */report/*.svg */report/*-lr.png */report/report.md
 	$(BIN)/python benchmarks/evidence/evidence.py
 
 # The documentation site in out/site; a warning or a broken link is an error. (The variable silences the
