@@ -51,22 +51,25 @@ def test_a_sparse_run_equals_the_dense_one(backend, options):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_backend
-def test_sparse_gradients_after_momentum_is_switched_off(backend):
-    """Rows without a gradient also have to move from x to z once before x_0 is dropped."""
-    tables = [parameters([(4, 2)], device=backend.device)[0] for _ in range(2)]
+def test_sparse_gradients_after_momentum_is_switched_off(backend, dtype):
+    """Rows without a gradient also have to move from x to z once; half precision keeps x_0."""
+    if backend.interpreted and dtype == torch.bfloat16:
+        pytest.skip("truncates, so rows that are stepped without a gradient change")
+    tables = [parameters([(4, 2)], dtype, backend.device)[0] for _ in range(2)]
     optimizers = [cases.build(MADGRAD, backend, [table], {"lr": 0.1}) for table in tables]
-    for k in range(6):
+    for k, momentum in enumerate([0.9] * 3 + [0.0] * 3 + [0.9] * 2 + [0.0] * 3):
         for table, optimizer in zip(tables, optimizers, strict=True):
-            if k == 3:
-                optimizer.param_groups[0]["momentum"] = 0.0
+            optimizer.param_groups[0]["momentum"] = momentum
             grad = sparse_grad(table, [k % 4, 1], k)
-            dense = k < 3 or table is tables[1]
+            dense = momentum or table is tables[1]
             table.grad = None
-            table.grad = grad.to_dense() if dense else grad
+            table.grad = grad.coalesce().to_dense() if dense else grad
             optimizer.step()
     torch.testing.assert_close(tables[0], tables[1])
-    assert "initial_param" not in optimizers[0].state[tables[0]]
+    has_start = "initial_param" in optimizers[0].state[tables[0]]
+    assert has_start == (dtype == torch.bfloat16)
 
 
 @each_backend

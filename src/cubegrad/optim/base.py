@@ -94,6 +94,7 @@ class BaseOptimizer(Optimizer):
         self._repeats = Repeats()
         self._starts = Starts()
         self._auto = Auto()
+        self._settled: set[Tensor] = set()  # of these x is z, for sparse gradients
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -141,6 +142,7 @@ class BaseOptimizer(Optimizer):
         self._starts = Starts.of_loaded(self._rule, self.state)
         self._auto = getattr(self, "_auto", None) or Auto()  # a copy has none yet
         self._auto.reset()
+        self._settled = set()
         for name in ("auto_lr", "compact", "stochastic_rounding"):
             self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:

@@ -57,12 +57,16 @@ def step_rows(
     momentum: float | Tensor,
     members: list[Member],
     rounds_at_random: bool,
+    settled: set[Tensor],
 ) -> list[Member]:
-    """Step the members whose rows suffice; returns the others, with dense gradients."""
+    """Step the members whose rows suffice; returns the others, with dense gradients.
+
+    Of the parameters in `settled` x is known to be z.
+    """
     rest = []
     for member in members:
         grad = member.row.grad
-        by_rows = _rows_suffice(h, momentum, member, rounds_at_random)
+        by_rows = _rows_suffice(h, momentum, member, rounds_at_random, settled)
         if grad.is_sparse and by_rows:
             _step_rows(backend, h, member)
         else:
@@ -72,15 +76,19 @@ def step_rows(
     return rest
 
 
-def _rows_suffice(h: Hyper, momentum: float | Tensor, member: Member, at_random: bool) -> bool:
-    """Whether rows without a gradient stay as they are.
-
-    Not under decoupled decay, and not if a buffer is still held that a momentum of 0 does not need:
-    x ≠ z until momentum has been 0 for a step.
-    """
+def _rows_suffice(
+    h: Hyper,
+    momentum: float | Tensor,
+    member: Member,
+    at_random: bool,
+    settled: set[Tensor],
+) -> bool:
+    """Whether rows without a gradient stay as they are: not under decoupled decay, nor if x ≠ z."""
+    if h.shrink is not None or isinstance(momentum, Tensor):
+        return False
     if member.layout.needs_indices(member.owner, at_random):
         return False  # rows that are cut out lose them
-    return h.shrink is None and not isinstance(momentum, Tensor) and not member.drops
+    return not member.layout.holds_point or member.owner in settled
 
 
 def _step_rows(backend: Backend, h: Hyper, member: Member) -> None:

@@ -170,7 +170,10 @@ def step_group(
         ]
     dense = members
     if any(member.row.grad.is_sparse for member in members):
-        dense = sparse.step_rows(backend, h, group["momentum"], members, at_random)
+        settled = optimizer._settled
+        dense = sparse.step_rows(backend, h, group["momentum"], members, at_random, settled)
+        if h.found_inf is None:  # else the step may not happen
+            settled.update(member.owner for member in dense)
     gathered = _batches(dense, at_random, apart_by_sharding=h.sums is not None)
     batches = list(map(backend.checked, gathered))
     launches = []
@@ -206,6 +209,8 @@ def gather(
     _recover_at_last_eps(optimizer, group)
     on_device = layout.counts_on_device(group, fused)
     params = [param for param in group["params"] if param.grad is not None]
+    if optimizer._settled and layout.has_momentum(group["momentum"]):
+        optimizer._settled.difference_update(params)
     needed = [layout.needed(optimizer._rule, group, param) for param in params]
     if alike:
         needed = layout.alike(needed, [optimizer.state[param] for param in params])
@@ -230,6 +235,8 @@ def _fresh(
     """Make the state of a parameter that has none; returns its layout, as the next two do."""
     entries = optimizer.state[param]
     entries.update(needed.fresh(param, on_device))
+    if param.grad is not None and param.grad.is_sparse:
+        optimizer._settled.add(param)
     if needed.start is not None and weight is not Weight.SOME:
         optimizer._starts.add(param, entries[needed.start])
     return needed

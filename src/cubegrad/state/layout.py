@@ -36,6 +36,11 @@ class Layout(NamedTuple):
         return self.rule.pulls and self.start is None
 
     @property
+    def holds_point(self) -> bool:
+        """Whether x_0 or z is kept, so that x ≠ z until momentum has been 0 for a step."""
+        return self.form == "sums" and self.start is not None
+
+    @property
     def is_coded(self) -> bool:
         return self.form == "codes"
 
