@@ -87,7 +87,7 @@ TARGET INLINE uint32_t NAME(new_roots)(struct rule rule, int plain, struct NAME(
         if (!rule.pulls)
             new = v < (float)INFINITY ? new : v;
         if (rule.squares == WEIGHTED) /* not changed by rounding alone */
-            new = g * h.weight == 0 ? r[i] : new;
+            new = g * h.weight * g == 0 ? r[i] : new;
         root[i] = new;
     }
     *most = largest;
@@ -102,7 +102,7 @@ TARGET static void NAME(small_roots)(struct rule rule, struct NAME(constants) h,
     const int plain = 0;
     for (int64_t i = 0; i < n; i++) {
         float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
-        if (v < FLT_MIN && (rule.squares != WEIGHTED || g * h.weight != 0))
+        if (v < FLT_MIN && (rule.squares != WEIGHTED || g * h.weight * g != 0))
             root[i] = NAME(root)(rule, v);
     }
 }
