@@ -110,13 +110,13 @@ def test_the_searches_for_shared_memory_agree():
         cuts = torch.randint(0, 990, (6,), generator=generator).tolist()
         written = [room[cut : cut + 10] for cut in sorted({cut // 20 * 20 for cut in cuts[:4]})]
         grads = [room[cut : cut + 5] for cut in cuts[4:]]
-        spans = [spans.span(w) for w in written], [spans.span(g) for g in grads]
-        expected = any(spans.overlap(w, g) for w in spans[0] for g in spans[1])
+        own = [spans.span(w) for w in written], [spans.span(g) for g in grads]
+        expected = any(spans.overlap(w, g) for w in own[0] for g in own[1])
         addresses = b"".join(g.data_ptr().to_bytes(8, "little") for g in grads)
-        packed = spans.packed(spans[0]), spans.lengths(spans[1]), addresses
+        packed = spans.packed(own[0]), spans.lengths(own[1]), addresses
         assert tensors.any_within(*packed) == expected
         assert tensors.plain_any_within(*packed) == expected
-        assert spans.any_overlap(*spans) == expected
+        assert spans.any_overlap(*own) == expected
         seen.add(expected)
     assert seen == {True, False}
     assert spans.any_overlap([(0, 5), (4, 8)], [])

@@ -9,7 +9,9 @@ import pytest
 import torch
 import toy_problem
 from command_line import refused
+from faulty_items import Items
 from small_runs import settings_of
+from torch.utils.data import DataLoader
 
 from cubegrad.study import cli, faults, nodes
 from cubegrad.study.records import Runs
@@ -125,22 +127,13 @@ def test_an_error_of_many_lines_is_cut_and_one_outside_the_problem_has_a_place(
     assert "in _epoch)" in line
 
 
-class Loaded(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        try:
-            return [0][index + 1]
-        except IndexError:
-            return missing_name  # type: ignore[name-defined,no-any-return]  # noqa: F821
-
-
 @pytest.mark.processes
 def test_an_error_in_a_worker_of_a_loader_has_its_own_place() -> None:
     with pytest.raises(NameError, match="Caught NameError in DataLoader worker") as caught:
-        next(iter(torch.utils.data.DataLoader(Loaded(), num_workers=1)))
-    place = f"{Path(__file__)} line {Loaded.__getitem__.__code__.co_firstlineno + 4}"
+        # Not forked: JAX has threads here.
+        next(iter(DataLoader(Items(), num_workers=1, multiprocessing_context="spawn")))
+    lines = Items.__getitem__.__code__
+    place = f"{Path(lines.co_filename)} line {lines.co_firstlineno + 4}"
     fault = f"NameError: name 'missing_name' is not defined ({place}, in __getitem__)"
     assert faults.line(caught.value) == fault
 
