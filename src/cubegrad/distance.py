@@ -199,10 +199,11 @@ def scales(xp: Namespace, *pairs: tuple[Sequence[Scalar], Sequence[Scalar]]) -> 
 
     H_i² is the mean of g_i² weighted by λ: ν_i = H_i² Σλ. A group without weights has none.
     """
-    return [
-        sum(
-            xp.where(weight > 0, root * (weight + (weight == 0)) ** (-1 / 3), 0.0)
-            for root, weight in zip(roots, weights, strict=True)
-        )
-        for roots, weights in pairs
-    ]
+    totals = []
+    for roots, weights in pairs:
+        total: Scalar = 0
+        for root, weight in zip(roots, weights, strict=True):
+            scale = root * (weight + (weight == 0)) ** (-1 / 3)
+            total = total + xp.where(weight > 0, scale, 0.0)
+        totals.append(total)
+    return totals
