@@ -1,7 +1,5 @@
 """madgrad("auto") after it has converged, as tests/optim/test_auto_converged.py."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from cubegrad.optax import madgrad  # noqa: E402
-from cubegrad.optax.auto import Estimate  # noqa: E402
 
 
 def parabola(x):
@@ -76,15 +73,3 @@ def test_it_passes_what_optax_asks_of_its_own(loss, start, solution):
     (x, _), losses = descend(tx, loss, x, tx.init(x), 10000)
     np.testing.assert_allclose(x, solution, rtol=3e-2, atol=3e-2)
     assert losses[-1000:].max() < 1e-6  # so the last step was not just a lucky one
-
-
-def test_a_state_of_an_older_version_goes_on():
-    """Its estimate has five numbers; no step was left out."""
-    x, tx = jnp.array([-1.0, 10.0, 1.0]), madgrad("auto")
-    (x, state), _ = descend(tx, parabola, x, tx.init(x), 10)
-    assert state.estimate.uncounted == 0
-    older = state._replace(estimate=pickle.loads(pickle.dumps(Estimate(*state.estimate[:5]))))
-    (_, new), losses = descend(tx, parabola, x, state, 50)
-    (_, same), others = descend(tx, parabola, x, older, 50)
-    np.testing.assert_array_equal(losses, others)
-    assert new.estimate.uncounted == same.estimate.uncounted > 0

@@ -188,15 +188,3 @@ def test_a_converged_run_is_resumed_exactly() -> None:
     losses = [descend(p, o, rosenbrock, 200) for p, o in ((param, optimizer), (again, other))]
     assert losses[0] == losses[1]
     assert optimizer.estimated_lr() == other.estimated_lr()
-
-
-def test_the_five_numbers_of_an_older_version_are_loaded() -> None:
-    param, optimizer = start((-1.0, 10.0, 1.0), torch.float64)
-    descend(param, optimizer, parabola, 10)
-    assert uncounted(optimizer) == 0
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["estimate"] = saved["param_groups"][0]["estimate"][:5].clone()
-    again, other = loaded(param, saved)
-    losses = [descend(p, o, parabola, 50) for p, o in ((param, optimizer), (again, other))]
-    assert losses[0] == losses[1]
-    assert uncounted(optimizer) == uncounted(other) > 0

@@ -33,10 +33,8 @@ def test_a_run_continues_bit_for_bit(how: str, flags: dict[str, Any]) -> None:
     assert torch.equal(second.weights(), whole)
 
 
-def test_old_checkpoints_keep_their_lr() -> None:
-    old = MADGRAD([ones(3)], lr=0.25)
-    saved = old.state_dict()
-    del saved["param_groups"][0]["auto_lr"]
+def test_checkpoints_keep_their_lr() -> None:
+    saved = MADGRAD([ones(3)], lr=0.25).state_dict()
     other = MADGRAD([ones(3)], lr=0.5)
     other.load_state_dict(saved)
     assert other.param_groups[0]["lr"] == 0.25
@@ -44,23 +42,19 @@ def test_old_checkpoints_keep_their_lr() -> None:
         other.estimated_lr()
     with pytest.raises(ValueError, match=r"with lr=0\.25, and the optimizer .* with lr='auto'"):
         MADGRAD([ones(3)], lr="auto").load_state_dict(saved)
-    del old.defaults["auto_lr"], old.param_groups[0]["auto_lr"]
-    again = through_pickle(old)
-    again.param_groups[0]["params"][0].grad = torch.ones(3)
-    again.step()
-    assert (again.param_groups[0]["params"][0] < 1).all()
 
 
 DAMAGED = [
     None,
     torch.zeros(4),
-    torch.full((5,), math.nan),
-    torch.tensor([-0.1, 0, 1, 1, 1]),
-    torch.tensor([math.inf, 0, 1, 1, 1]),
-    torch.tensor([0.1, 0, -1, 1, 1]),
-    torch.tensor([0.1, 0, 1, -1, 1]),
-    torch.tensor([0.1, 0, 1, 1, -1]),
-    torch.tensor([0.1, 0, 1, 1, 0.5]),
+    torch.zeros(5),
+    torch.full((7,), math.nan),
+    torch.tensor([-0.1, 0, 1, 1, 1, 0, 0]),
+    torch.tensor([math.inf, 0, 1, 1, 1, 0, 0]),
+    torch.tensor([0.1, 0, -1, 1, 1, 0, 0]),
+    torch.tensor([0.1, 0, 1, -1, 1, 0, 0]),
+    torch.tensor([0.1, 0, 1, 1, -1, 0, 0]),
+    torch.tensor([0.1, 0, 1, 1, 0.5, 0, 0]),
     torch.tensor([0.1, 0, 1, 1, 1, -0.1, 1]),
     torch.tensor([0.1, 0, 1, 1, 1, 1.0, 1]),
     torch.tensor([0.1, 0, 1, 1, 1, 0, -1]),

@@ -25,8 +25,8 @@ class Estimate(NamedTuple):
     decaying: Array  # the same over those that do: decoupled decay shrinks it
     gradient_scale: Array  # H_k^{2/3}, a mean over coordinates; 0 before the first gradient
     weight_sum: Array  # Σ_{j<k} w_j λ_j
-    uncounted: Array | float = 0.0  # the share of the steps that does not count
-    root_mean: Array | float = 0.0  # ∛ν_k, a mean over coordinates
+    uncounted: Array  # the share of the steps that does not count
+    root_mean: Array  # ∛ν_k, a mean over coordinates
 
 
 def initial_estimate() -> Estimate:

@@ -143,12 +143,7 @@ class BaseOptimizer(Optimizer):
         self._auto = getattr(self, "_auto", None) or Auto()  # a copy has none yet
         self._auto.reset()
         self._settled = set()
-        for name in ("auto_lr", "compact", "stochastic_rounding"):
-            self.defaults.setdefault(name, False)  # optimizers pickled by older versions lack them
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-            group.setdefault("last_eps", group["eps"])
             if group["auto_lr"]:
                 auto.hold(group, group["estimate"])
 

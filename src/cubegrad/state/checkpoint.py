@@ -65,7 +65,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
             f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
             f"has {sorted(map(str, new))}: {other_method(new) or FOREIGN}"
         )
-    group = defaults | {"auto_lr": False, "compact": False} | deepcopy(new)  # older ones lack them
+    group = defaults | deepcopy(new)
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
     group.setdefault("last_eps", group["eps"])
     group["auto_lr"] = options.flag("auto_lr", group["auto_lr"])
@@ -90,8 +90,8 @@ def other_method(group: Group) -> str | None:
 
 def _estimate(value: Any) -> Tensor:
     row = sharding.local(value).detach() if isinstance(value, Tensor) else torch.tensor([])
-    if row.shape in ((5,), (7,)) and not row.is_complex():  # older versions have five
-        distance, _, lr, weight_sum, step, uncounted, root_sum = [*row.tolist(), 0.0, 0.0][:7]
+    if row.shape == (7,) and not row.is_complex():
+        distance, _, lr, weight_sum, step, uncounted, root_sum = row.tolist()
         is_count = step >= 0 and step % 1 == 0
         # The rate and the sums may be inf or NaN: they diverge with the run.
         negative = any(number < 0 for number in (lr, weight_sum, root_sum))

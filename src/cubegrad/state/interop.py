@@ -137,5 +137,6 @@ def _group(package: str, group: Group) -> Group:
         "momentum": numbers["momentum"],  # a plain 0 is what needs no x_0
         "decoupled_weight_decay": any(group.get(flag, False) for flag in PACKAGES),
         "decoupled_lr": False,
+        "auto_lr": False,
         "reference_lr": float(kept.get("initial_lr") or lr),
     }

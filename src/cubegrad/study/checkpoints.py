@@ -42,27 +42,24 @@ def load(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists() or damage(path) is not None:
         return None
-    has_checksum = _stored(path) is not None
+    foreign = f"{path} is not a checkpoint of cubegrad; delete it or use another --out"
+    if _stored(path) is None:
+        raise StudyError(foreign)
     try:
         state = torch.load(path, weights_only=True)
     except Exception as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
-        if has_checksum and isinstance(error, pickle.UnpicklingError) and match:
+        if isinstance(error, pickle.UnpicklingError) and match:
             raise StudyError(
                 f"{path} has {match[1]} in it; delete it, and let Task.keeps hold tensors, "
                 "numbers, text, lists and dicts only"
             ) from None
         # If it is a whole file of torch's, the fault lies elsewhere: with memory or the GPU.
-        if isinstance(error, (OSError, MemoryError)) or (has_checksum and _is_of_torch(path)):
+        if isinstance(error, (OSError, MemoryError)) or _is_of_torch(path):
             raise
         state = None  # torch.load raises almost anything for another program's file
     if not isinstance(state, dict) or not state.keys() >= FIELDS:
-        raise StudyError(f"{path} is not a checkpoint of cubegrad; delete it or use another --out")
-    if not has_checksum:
-        raise StudyError(
-            f"{path} has no checksum, as an older cubegrad wrote it; delete it to restart its run, "
-            "or finish with that version"
-        )
+        raise StudyError(foreign)
     return state
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cubegrad import distance, rule, sharding
 from cubegrad.cautions import warn
@@ -61,7 +60,7 @@ def has_begun(row: Tensor) -> bool:
 
 def held_rows(groups: Sequence[Group], device: torch.device) -> Tensor | None:
     """What the groups hold, if one has begun; those that join take over the shared numbers."""
-    held = [_with_all_fields(group["estimate"].to(device, torch.float64)) for group in groups]
+    held = [group["estimate"].to(device, torch.float64) for group in groups]
     begun = [row for row in held if has_begun(row)]
     if not begun:
         return None
@@ -91,11 +90,6 @@ def rows(
     row[FIELDS.index("distance")], row[LR] = first
     row[FIELDS.index("step")] = steps
     return row.repeat(len(groups), 1)
-
-
-def _with_all_fields(row: Tensor) -> Tensor:
-    """Older versions saved five numbers; the others begin at 0."""
-    return functional.pad(row, (0, len(FIELDS) - len(row)))
 
 
 def _steps_counted(groups: Sequence[Group], state: State) -> float:

@@ -1,5 +1,0 @@
-"""Where JAX states that were pickled by older versions look for their class."""
-
-from cubegrad.optax.auto import Estimate
-
-__all__ = ["Estimate"]
