@@ -153,19 +153,6 @@ def test_zero_gradients_move_nothing_without_decay(case):
     assert torch.equal(params[0], torch.ones(5, 1)) == unmoved
 
 
-@each_default
-def test_zero_grad_drops_the_gradients_or_fills_them(case):
-    params = [ones(2, 3), ones(2)]
-    optimizer = case.build(params)
-    advance(optimizer, params, [0])
-    places = [p.grad.data_ptr() for p in params]
-    optimizer.zero_grad(set_to_none=False)
-    assert [p.grad.data_ptr() for p in params] == places
-    assert not any(p.grad.any() for p in params)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
-
-
 @each_case
 def test_gradients_are_never_written_to(case):
     params = [ones(5, 1)]

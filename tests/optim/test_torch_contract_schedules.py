@@ -3,7 +3,6 @@
 import pytest
 import torch
 from contract import CLASSES, IMPLEMENTATIONS, EstimatedMADGRAD, each_class
-from short_runs import ones
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -82,16 +81,3 @@ def test_a_tensor_lr_is_scheduled_as_a_number_is(cls, name, implementation):
         runs.append(param)
         assert isinstance(optimizer.param_groups[0]["lr"], type(lr))
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-6, atol=1e-6)  # a float32 lr
-
-
-@each_class
-def test_a_scheduler_changes_each_group_from_its_own_lr(cls):
-    first, second = ones(2), ones(2)
-    optimizer = cls([{"params": [first], "lr": 0.5}, {"params": [second]}])
-    own = [group["lr"] for group in optimizer.param_groups]
-    scheduler = schedulers.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):
-        optimizer.step()
-        scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [lr / 4 for lr in own]
-    assert [group["initial_lr"] for group in optimizer.param_groups] == own

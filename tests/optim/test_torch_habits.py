@@ -6,7 +6,7 @@ import importlib.metadata
 import pytest
 import torch
 from cases import each_class
-from short_runs import ones, peak_of, same_bits, set_grads, tanh_net, through_pickle
+from short_runs import ones, peak_of, same_bits, tanh_net, through_pickle
 from torch import nn
 
 import cubegrad
@@ -49,19 +49,6 @@ def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(cls):
 
 
 @each_class
-def test_step_hooks_are_called_around_the_step(cls):
-    param = ones(3)
-    param.grad = torch.ones(3)
-    optimizer = cls([param], lr=0.1)
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(param[0].item()))
-    optimizer.register_step_post_hook(lambda *_: seen.append(param[0].item()))
-    optimizer.step()
-    assert seen[0] == 1.0
-    assert seen[1] < 1.0
-
-
-@each_class
 def test_a_profiler_sees_the_step_as_it_sees_torchs(cls):
     param = ones(3)
     param.grad = torch.ones(3)
@@ -86,74 +73,11 @@ def test_pickle_and_deepcopy_go_on_bit_for_bit(cls):
         assert not same_bits(net_copy.parameters(), model.parameters())
 
 
-SCHEDULERS = {
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: k / 4),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
-    "linear": lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=4),
-    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-}
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
-@each_class
-def test_schedulers_drive_lr_and_momentum(cls, name, tensor_lr):
-    """The same numbers set by hand give the same run."""
-    model, by_hand = net(), net()
-    optimizer = cls(model.parameters(), lr=torch.tensor(0.1) if tensor_lr else 0.1)
-    manual = cls(by_hand.parameters(), lr=0.1)
-    scheduler = SCHEDULERS[name](optimizer)
-    seen = set()
-    for k in range(8):
-        group = optimizer.param_groups[0]
-        seen.add((float(group["lr"]), float(group["momentum"])))
-        manual.param_groups[0].update(lr=float(group["lr"]), momentum=float(group["momentum"]))
-        for each, its in ((model, optimizer), (by_hand, manual)):
-            set_grads(each.parameters(), k)
-            its.step()
-        scheduler.step()
-    assert same_bits(model.parameters(), by_hand.parameters())
-    assert len({lr for lr, _ in seen}) > 2
-    assert (len({momentum for _, momentum in seen}) > 2) == (name == "onecycle")
-
-
 def test_a_scheduler_stepped_too_early_still_warns():
     optimizer = MADGRAD(net().parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
-
-
-@each_class
-def test_clip_grad_norm_and_zero_grad(cls):
-    model = net()
-    optimizer = cls(model.parameters(), lr=0.1)
-    norms = []
-
-    def clip():
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-
-    train(model, optimizer, after_backward=clip)
-    assert max(norms) <= 1.001e-3
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
-@each_class
-def test_it_learns(cls):
-    model = net()
-    optimizer = cls(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(256, 6, generator=generator)
-    labels = (inputs[:, :3] + inputs[:, 3:]).argmax(1)
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-    assert (model(inputs).argmax(1) == labels).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("slice_bytes", [2**17, 2**60], ids=["cpu", "as-on-a-gpu"])

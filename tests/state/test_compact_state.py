@@ -193,18 +193,6 @@ def test_a_state_loads_into_the_other_form(cls, dtype, momentum):
             assert rms(p, q) < 0.06 * rms(p, start)  # measured up to 3 %
 
 
-def test_older_states_and_pickles_have_no_codes():
-    params = parameters(SHAPES)
-    optimizer = advance(build(MADGRAD, params, compact=False), params, range(2))
-    saved = through_a_file(optimizer.state_dict())
-    for group in saved["param_groups"]:
-        del group["compact"]
-    again = build(MADGRAD, params)
-    again.load_state_dict(saved)
-    advance(again, params, range(2, 3))
-    assert [layout.is_coded for layout in held_layouts(again)] == [True] * 3 + [False]
-
-
 @each_class
 @pytest.mark.parametrize("change", ["none", "load", "pickle", "form"])
 def test_x_0_is_read_again_until_a_step_has_had_a_weight(cls, change):

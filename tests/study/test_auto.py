@@ -79,20 +79,6 @@ def test_an_estimate_that_is_no_number_is_a_diverged_run(monkeypatch: pytest.Mon
     assert (record.status, record.curve["estimated_lr"]) == ("diverged", [None])
 
 
-def test_a_record_of_a_version_without_estimates_still_loads() -> None:
-    line = (
-        '{"key": "677990216a3fbf16", "settings": {"problem": "toy", "preset": "cpu", "epochs": 2, '
-        '"batch": 16, "method": "madgrad", "schedule": "flat", "lr": 0.00025, "decay": 0.0, '
-        '"seed": 1, "hold_out": false, "device": "cpu", "options": "{}"}, "status": "finished", '
-        '"curve": {"train_loss": [2.0, 1.0], "loss": [1.5, 0.5]}, "seconds": 0.5, '
-        '"about": {"metric": "loss"}, "machine": {"torch": "x"}, "check": 969426422}\n'
-    )
-    record = from_line(line)
-    assert record.last("loss") == 0.5
-    assert record.last("estimated_lr") is None
-    assert to_line(record) == line
-
-
 @pytest.mark.parametrize("which", ["stand-in", "MADGRAD"])
 def test_a_killed_run_continues_with_its_estimate(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
