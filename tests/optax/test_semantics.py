@@ -1,6 +1,5 @@
 """The edge cases of tests/optim/test_semantics.py, for JAX."""
 
-
 import cases
 import numpy as np
 import pytest

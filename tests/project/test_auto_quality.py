@@ -3,14 +3,13 @@
 import importlib
 import json
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import auto_quality
 import auto_table
 import pytest
-from shared import earlier, shared_device
+from shared import earlier
 
 from cubegrad.study.records import Record, Runs, Settings
 
@@ -89,56 +88,6 @@ def test_the_earlier_problems_are_those_of_the_records():
     ):
         options = {one.settings.options for one in Runs(results / folder).load()[0].values()}
         assert options == {json.dumps(dict(problem.presets["gpu"].options), sort_keys=True)}
-
-
-def test_the_tuned_column_waits_for_the_search():
-    options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])
-    search = [one for _, one in auto_quality.wanted(options, {})]
-    rates = {(one.method, one.lr) for one in search if one.seed == 0}
-    assert len(rates) == 6
-    assert not [one for one in search if one.method == "adamw" and one.seed]
-    done = {
-        one.key: replace(record("adamw", 0, abs(one.lr - 0.01)), settings=one)
-        for one in search
-        if one.seed == 0
-    }
-    chosen = [one for _, one in auto_quality.wanted(options, done) if one.method == "adamw"]
-    assert {one.lr for one in chosen if one.seed} == {0.01}
-    assert sorted(one.seed for one in chosen if one.seed) == [1, 2, 3]
-
-
-def test_the_search_of_adamw_goes_on_beyond_its_edge():
-    options = auto_quality.parse(["--problems", "digits", "--known", "/nowhere"])
-    done, searched = {}, []
-    while new := [
-        one
-        for _, one in auto_quality.wanted(options, done)
-        if one.key not in done and one.method == "adamw" and one.seed == 0
-    ]:
-        searched.append(sorted(one.lr for one in new))
-        done |= {
-            one.key: replace(record("adamw", 0, abs(one.lr - 0.1)), settings=one) for one in new
-        }
-    assert searched == [[0.005, 0.01, 0.025], [0.05], [0.1], [0.25]]
-    seeds = [one for _, one in auto_quality.wanted(options, done) if one.method == "adamw"]
-    assert {one.lr for one in seeds if one.seed} == {0.1}
-
-
-def test_what_a_run_makes_possible_is_run_in_the_same_call(tmp_path, monkeypatch):
-    runs, first = Runs(tmp_path), record("adamw", 0, 1.0)
-
-    def plan():
-        done = runs.load()[0]
-        yield shared_device.Job("first", lambda: first, 0)
-        if first.settings.key in done:
-            yield shared_device.Job("second", lambda: record("adamw", 1, 2.0), 0)
-
-    pool = ThreadPoolExecutor(1)
-    monkeypatch.setattr(shared_device, "ProcessPoolExecutor", lambda *_: pool)
-    schedule = shared_device.Schedule(plan, 1, float("inf"), runs)
-    schedule.run()
-    pool.shutdown()
-    assert sorted(one.settings.seed for one in runs.load()[0].values()) == [0, 1]
 
 
 @pytest.mark.plots

@@ -32,9 +32,3 @@ def test_runs_are_recorded_once_and_tabulated(run, tmp_path, capsys):
     assert rounded.startswith("| bfloat16 | MADGRAD, stochastic_rounding | 0.002 | 2 | ")
     run("--table")
     assert capsys.readouterr().out.splitlines()[-1] == rounded
-
-
-def test_a_text_is_needed(run, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run("--text", str(tmp_path / "nothing"))
-    assert "must be a file; give a plain text" in capsys.readouterr().err

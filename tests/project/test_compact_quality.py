@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from cubegrad.study import StudyError
 from cubegrad.study.records import Record, Runs, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +73,7 @@ def test_the_float32_runs_of_the_searches_are_taken_over(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_an_epoch_of_digits_in_both_forms_is_not_run_again(tmp_path, capsys):
     from compact_quality import main
 
@@ -88,32 +88,3 @@ def test_an_epoch_of_digits_in_both_forms_is_not_run_again(tmp_path, capsys):
     main(words)
     assert capsys.readouterr().out == first
     assert (tmp_path / "records.jsonl").read_text() == lines
-
-
-@pytest.mark.processes
-def test_a_run_that_fails_leaves_the_others_and_is_named(tmp_path, capsys):
-    from compact_quality import main
-
-    words = ["--problems", "iwslt14", "--seeds", "1", "--out", str(tmp_path)]
-    (tmp_path / "tatoeba").mkdir()
-    with pytest.raises(StudyError, match="iwslt14 madgrad-compact"):
-        main([*words, "--data", str(tmp_path)])
-    assert "no German-English sentences" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("minutes", "problems"), [("0.01", "digits"), ("1", "cifar10")])
-def test_what_lacks_time_or_data_is_not_started(tmp_path, capsys, minutes, problems, monkeypatch):
-    import compact_quality
-    from shared import shared_device
-
-    monkeypatch.setattr(shared_device.Schedule, "gone", clock(step=10))
-    words = ["--minutes", minutes, "--problems", problems, "--seeds", "1", "--out", str(tmp_path)]
-    compact_quality.main([*words, "--data", str(tmp_path)])
-    assert "not run: " in capsys.readouterr().err
-    assert not Runs(tmp_path).load()[0]
-
-
-def clock(step):
-    """Time that passes with each look at it."""
-    now = iter(range(0, 10**6, step))
-    return lambda _: next(now)

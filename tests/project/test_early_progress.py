@@ -56,12 +56,6 @@ def test_the_page_has_the_tables_of_the_committed_records(benchmark):
         assert table in page, f"docs/early_progress.md does not have the table\n{table}"
 
 
-def test_a_text_is_needed(benchmark, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main(["--text", str(tmp_path / "nothing"), "--out", str(tmp_path)])
-    assert "must be a file; give a plain text" in capsys.readouterr().err
-
-
 def test_adam_with_nothing_changed_is_adam(methods):
     generator = torch.Generator().manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cubegrad.study import StudyError, methods
+from cubegrad.study import methods
 from cubegrad.study.records import Record, Runs
 
 ROOT = Path(__file__).parents[2]
@@ -85,61 +85,11 @@ def test_a_search_begins_where_runs_of_another_length_had_their_best(runs, plan)
     )
 
 
-def test_a_search_begins_where_runs_with_other_options_had_their_best(runs, plan):
-    """As those of fastmri, whose test heads were the same with every seed."""
-    entry = methods.entry("sgd", plan.preset)
-    one = plan.settings(entry, (0.25, 0.005), 0, hold_out=False)
-    missing, _ = runs.search(plan, entry, {}, [record(replace(one, options="{}"), 50.0)])
-    assert (0.25, 0.005) in {(one.lr, one.decay) for one in missing}
-    assert {one.options for one in missing} == {one.options}
-
-
-def test_a_search_begins_with_decays_if_another_length_had_the_rates_only(runs, plan):
-    plan = replace(plan, decays=(0.0, 1e-5))
-    entry = methods.entry("sgd", plan.preset)
-    elsewhere = [
-        record(replace(plan.settings(entry, (lr, 0.0), 0, hold_out=False), epochs=10), accuracy)
-        for lr, accuracy in ((0.1, 49.0), (0.25, 50.0))
-    ]
-    missing, _ = runs.search(plan, entry, {}, elsewhere)
-    assert {(one.lr, one.decay) for one in missing} == {(0.25, d) for d in (0.0, 1e-5, 2.5e-5)}
-    best, tried = climb(
-        runs, plan, "sgd", lambda lr, d: hill(lr, 1e-4 + d, 0.25, 1.1e-4), elsewhere
-    )
-    assert best == (0.25, 1e-5)
-    assert tried == {(0.25, 0.0), (0.25, 2.5e-5), *((lr, 1e-5) for lr in (0.1, 0.25, 0.5))}
-
-
-def test_a_search_leaves_rates_that_diverge(runs, plan):
-    best, _ = climb(runs, plan, "sgd", lambda lr, decay: None if lr > 0.003 else hill(lr, decay))
-    assert best[0] == 0.0025
-
-
-def test_a_search_without_decay_stays_at_0_if_that_is_better(runs, plan):
-    plan = replace(plan, decays=(0.0, 1e-4))
-    best, tried = climb(runs, plan, "sgd", lambda lr, decay: hill(lr, 1e-3) - 1e3 * decay)
-    assert best[1] == 0
-    assert {decay for _, decay in tried} == {0.0, 1e-4}
-    one = replace(plan, decays=(0.0,))
-    assert {decay for _, decay in climb(runs, one, "sgd", lambda lr, _: hill(lr, 1e-3))[1]} == {0.0}
-
-
-def test_an_estimated_rate_is_not_searched(runs, plan):
-    best, tried = climb(runs, plan, "madgrad-auto", lambda _, decay: hill(0.25, decay))
-    assert {lr for lr, _ in tried} == {1.0}
-    assert best[1] == 0.005
-
-
 def test_a_search_ends_if_every_rate_diverges(runs, plan):
     best, tried = climb(runs, plan, "sgd", lambda *_: None)
     assert best is None
     assert min(lr for lr, _ in tried) == 2.5e-4  # six values below 0.025
     assert climb(runs, plan, "madgrad-auto", lambda *_: None) == (None, {(1.0, 5e-4)})
-
-
-def test_a_search_ends_if_larger_values_are_always_better(runs, plan):
-    best, _ = climb(runs, plan, "sgd", lambda lr, decay: 50 + lr / 1e3 + decay)
-    assert best == (10.0, 0.25)  # six values above 0.1 and 0.0025
 
 
 def test_adamw_begins_with_decay_and_mirror_madgrad_with_the_rates_of_madgrad(runs):
@@ -211,38 +161,6 @@ def test_runs_from_weights_of_another_machine_are_not_taken_over(runs, tmp_path)
         runs.jobs(runs.parse(options), runs.Folders(out))
         taken = runs.Folders(out).load()[0].keys()
         assert taken == ({first[0].key} if problem == "imagenet" else set())
-
-
-def test_an_unknown_problem_is_refused(runs):
-    options = runs.parse(["--preset", "gpu", "--problems", "imagnet,digits"])
-    with pytest.raises(StudyError, match="--problems imagnet: use some of imagenet,digits"):
-        list(runs.wanted(options, {}))
-
-
-@pytest.mark.parametrize("option", ["--workers", "--epochs", "--seeds"])
-def test_a_count_of_0_is_refused(runs, option, capsys):
-    with pytest.raises(SystemExit):
-        runs.parse([option, "0"])
-    assert f"{option}: 0 must be a whole number >= 1 and < 2^63; use 1" in capsys.readouterr().err
-
-
-def test_methods_can_be_chosen(runs, capsys):
-    options = ["--preset", "gpu", "--problems", "imagenet", "--known", "/nowhere"]
-    some = runs.wanted(runs.parse([*options, "--methods", "adam,sgd"]), {})
-    assert {one.method for _, one in some} == {"adam", "sgd"}
-    decoupled = [*options, "--problems", "bookwiki", "--methods", "madgrad-decoupled"]
-    first = [one for _, one in runs.wanted(runs.parse(decoupled), {})]
-    assert {(one.lr, one.decay) for one in first} == {(lr, 0.01) for lr in (0.005, 0.01, 0.025)}
-    with pytest.raises(SystemExit):
-        runs.parse(["--methods", "sgd,adan"])
-    assert "adan: use some of madgrad,madgrad-auto,madgrad-decoupled," in capsys.readouterr().err
-
-
-def test_more_seeds_of_what_is_finished(runs, tmp_path):
-    """Only those that are missing, of the chosen methods."""
-    options = ["--preset", "gpu", "--problems", "digits", "--methods", "sgd", "--seeds", "12"]
-    todo = runs.jobs(runs.parse([*options, "--out", str(tmp_path)]), runs.Folders(tmp_path))
-    assert [job.name.split()[-1] for job in todo] == ["11", "12"]
 
 
 def test_the_committed_runs_are_complete(runs, tmp_path):

@@ -71,22 +71,3 @@ def test_a_larger_loss_needs_a_rate_that_is_smaller_by_its_root():
 def test_the_page_for_newcomers_has_the_settings_of_the_records():
     starts = which_lr.starts()
     assert starts in (DOCS / "coming_from.md").read_text()
-
-
-def test_a_search_of_the_small_nets_grows_at_its_edges():
-    cell, lines, tried = sensitivity.Cell("convnet", "adam"), [], []
-    while (lr := sensitivity.missing(cell, lines)) is not None:
-        tried.append(lr)
-        lines.append(sensitivity.Line(cell, lr, (1 + 3 * abs(lr - 0.1), 1.2 + 3 * abs(lr - 0.1))))
-    assert tried == [0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25]
-    assert sensitivity.entry(cell, lines) == "0.1 (0.05 to 0.1): 1.100 ± 0.2"
-
-
-def test_a_run_of_the_small_nets_is_saved_and_loaded(tmp_path):
-    cell = sensitivity.Cell("transformer", batch=256, epochs=1, momentum=0.0)
-    line = sensitivity.run(cell, 0.01, (1,))
-    assert 0 < line.losses[0] < 3
-    diverged = line._replace(losses=(float("inf"),))
-    for one in (line, diverged):
-        sensitivity.save(tmp_path / "lines.jsonl", one)
-    assert sensitivity.load(tmp_path / "lines.jsonl") == [line, diverged]

@@ -149,15 +149,6 @@ def test_flashoptims_codes_and_extra_bits_are_counted_apart(benchmark):
     assert benchmark.kept(optimizer) == (2 * other.nbytes + 4, other.nbytes)
 
 
-@pytest.mark.processes
-def test_the_reason_of_a_failure_is_kept(benchmark, text, tmp_path):
-    report = tmp_path / "report.json"
-    words = ["--text", str(text), "--json", str(report), "--size", "9b", "--only", "adamw-bf16"]
-    benchmark.main(words)
-    (row,) = json.loads(report.read_text())["rows"]
-    assert row["unavailable"] == "KeyError: '9b'"
-
-
 def test_one_that_fails_or_hangs_leaves_the_others(benchmark, text, tmp_path, monkeypatch, capsys):
     row = measured(benchmark, "adamw-bf16", text)
 

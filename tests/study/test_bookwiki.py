@@ -153,10 +153,9 @@ def test_a_run_learns_and_repeats_itself(small_bookwiki):
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("method", ["madgrad", "adam"])
-def test_a_killed_run_ends_with_the_same_numbers(small_bookwiki, method):
+def test_a_killed_run_ends_with_the_same_numbers(small_bookwiki):
     problem, data = small_bookwiki
-    settings = settings_of(problem, method=method)
+    settings = settings_of(problem)
     place = Place(data, save_every=0)
     resumed = killed_and_resumed(problem, settings, place, data / "x.pt", after=2)
     assert resumed.curve == run(problem, settings, place).curve
