@@ -13,8 +13,6 @@ from jax_cases import build, each_method, randn, run, same_bits, stepper  # noqa
 
 from cubegrad import optax as cubegrad_optax  # noqa: E402
 
-DECOUPLED = {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True}
-
 
 def sequence(*values):
     """A schedule of these values, one for each step."""
@@ -164,44 +162,6 @@ def test_the_starting_point_is_a_copy(method, compiled):
     point = state[-1]
     assert same_bits(point, params)
     assert point.unsafe_buffer_pointer() != params.unsafe_buffer_pointer()
-
-
-@pytest.mark.compilation
-@each_method
-def test_decoupled_decay_decays_as_adamw_does(method):
-    start, zeros = randn((50,), "float32", 0), jnp.zeros(50)
-    params, _ = run(build(method, DECOUPLED), start, [zeros] * 100)
-    expected, _ = run(optax.adamw(0.1, weight_decay=0.5), start, [zeros] * 100)
-    np.testing.assert_allclose(params, expected, rtol=1e-4)
-    assert jnp.linalg.norm(params) < 0.01 * jnp.linalg.norm(start)
-
-
-@pytest.mark.compilation
-@each_method
-def test_decoupled_lr_decays_the_same_at_any_lr(method):
-    start, norms = randn((50,), "float32", 0), []
-    for lr in (1e-4, 1e-1):
-        rates = sequence(*[lr] * 10, *[lr / 2] * 10)
-        options = {"weight_decay": 0.01, "decoupled_lr": True, "reference_lr": lr}
-        params, _ = run(build(method, options | {"lr": rates}), start, [jnp.zeros(50)] * 20)
-        norms.append(float(jnp.linalg.norm(params) / jnp.linalg.norm(start)))
-    assert norms[0] == pytest.approx(0.99**10 * 0.995**10, rel=1e-4)
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
-@pytest.mark.compilation
-@each_method
-def test_decayed_weights_do_not_come_back(method):
-    """After a long decay, new gradients must not bring the old distance from x_0 back."""
-    with jax.enable_x64(True):
-        tx = build(method, DECOUPLED | {"momentum": 0.0})
-        noise = [jnp.full(1, 1e-3 * (-1) ** k) for k in range(200)]  # sums to 0, doubles ν
-        params, state = run(tx, jnp.ones(1), [jnp.ones(1)] * 20 + [jnp.zeros(1)] * 400)
-        assert abs(params[0]) < 1e-8
-        step = stepper(tx)
-        for grad in noise:
-            params, state = step(params, state, grad)
-        assert abs(params[0]) < 0.2
 
 
 @pytest.mark.compilation

