@@ -103,29 +103,6 @@ def test_broken_links_stop_the_build(tmp_path: Path) -> None:
     assert '"https://example.com/us/cubegrad/blob/main/src/cubegrad/rule.py"' in html
 
 
-@pytest.mark.parametrize(
-    ("tag", "address", "problem"),
-    [
-        ("a", "other.html", ""),
-        ("a", "other.html#here", ""),
-        ("a", "#top", ""),
-        ("a", "https://arxiv.org/abs/2101.11075", ""),
-        ("a", "folder/", ""),
-        ("a", "missing.html", "no such file"),
-        ("a", "other.html#there", "no such heading"),
-        ("a", "#here", "no such heading"),
-        ("script", "https://example.com/a.js", "loaded from a network"),
-        ("link", "https://example.com/a.css", "loaded from a network"),
-    ],
-)
-def test_what_is_wrong_with_an_address(tmp_path, tag, address, problem):
-    (tmp_path / "folder").mkdir()
-    for name in ("page.html", "other.html", "folder/index.html"):
-        (tmp_path / name).touch()
-    ids = {tmp_path / "page.html": {"top"}, tmp_path / "other.html": {"here"}}
-    assert module("hooks")._problem(tmp_path / "page.html", tag, address, ids) == problem
-
-
 def test_no_letter_of_an_equation_is_lost():
     assert len(equations()) >= 10
     for block in equations():
@@ -134,21 +111,6 @@ def test_no_letter_of_an_equation_is_lost():
         shown = shown.replace("′", "'")
         source = block.translate(str.maketrans("²³-", "23−"))
         assert re.findall(r"\w|[=+−≤,']", shown) == re.findall(r"[^\W_]|[=+−≤,']", source)
-
-
-@pytest.mark.parametrize(
-    ("text", "markup"),
-    [
-        ("a/b", "<mfrac><mrow><mi>a</mi></mrow><mrow><mi>b</mi></mrow></mfrac>"),
-        ("x_0", "<msub><mi>x</mi><mrow><mn>0</mn></mrow></msub>"),
-        ("√k", "<msqrt><mrow><mi>k</mi></mrow></msqrt>"),
-        ("∛(k)", "<mroot><mrow><mi>k</mi></mrow><mn>3</mn></mroot>"),
-        ("2 (a) / (b)", "<mfrac><mrow><mn>2</mn><mrow><mo>(</mo><mi>a</mi><mo>)</mo></mrow></mrow>"
-         "<mrow><mi>b</mi></mrow></mfrac>"),
-    ],
-)  # fmt: skip
-def test_an_equation_as_mathml(text, markup):
-    assert maths.Equation(text).row() == markup
 
 
 @pytest.mark.parametrize(

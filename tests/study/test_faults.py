@@ -138,12 +138,6 @@ def test_an_error_in_a_worker_of_a_loader_has_its_own_place() -> None:
     assert faults.line(caught.value) == fault
 
 
-def test_an_error_without_a_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    broken("loss", "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})")
-    line = refused(f"train {MODULE}:problem --lr 1", capsys)
-    assert f"error: Mute: its __str__ fails too ({MODULE}.py line 12, in loss); mend it" in line
-
-
 def test_a_traceback_without_a_log_is_not_lost(tmp_path: Path) -> None:
     broken("loss")
     (tmp_path / "logs").write_text("a file")

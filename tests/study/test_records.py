@@ -22,23 +22,6 @@ def test_a_record_comes_back_bit_for_bit() -> None:
     assert from_line(line) == toy_record(3)
 
 
-def test_the_key_is_the_settings() -> None:
-    keys = {toy_record(seed).settings.key for seed in range(5)}
-    assert len(keys) == 5
-    assert toy_record(1).settings.key == toy_record(1).settings.key
-    assert json.loads(to_line(toy_record(1)))["key"] == toy_record(1).settings.key
-
-
-def test_appending_and_loading(tmp_path: Path) -> None:
-    runs = Runs(tmp_path / "runs")
-    assert runs.load() == ({}, [])
-    for seed in range(3):
-        runs.append(toy_record(seed))
-    records, broken = runs.load()
-    assert [r.settings.seed for r in records.values()] == [0, 1, 2]
-    assert broken == []
-
-
 @pytest.mark.parametrize(
     "harm",
     [
@@ -197,23 +180,6 @@ def test_a_line_of_a_newer_version_names_what_is_unknown() -> None:
     body["settings"]["shape"] = 1
     with pytest.raises(ValueError, match=r"unknown fields \['shape'\]; another version"):
         from_line(json.dumps(body))
-
-
-def test_nested_brackets_are_a_broken_line() -> None:
-    with pytest.raises(ValueError, match="not a record"):
-        from_line("[" * 100_000)
-
-
-def test_commands_that_are_not_text_do_no_harm(tmp_path: Path) -> None:
-    (tmp_path / "commands.txt").write_bytes(b"cubegrad \xff\n")
-    assert Runs(tmp_path).commands() == ["cubegrad \ufffd"]
-
-
-def test_the_lock_leaves_what_it_finds_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / ".lock").symlink_to("precious")
-    with Runs(tmp_path).locked():
-        assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_the_published_records_can_be_read() -> None:

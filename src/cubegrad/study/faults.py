@@ -62,10 +62,7 @@ def line(error: Exception) -> str:
 
 
 def _text(error: Exception) -> str:
-    try:
-        return str(error.msg if isinstance(error, SyntaxError) else error)
-    except Exception:
-        return "its __str__ fails too"
+    return str(error.msg if isinstance(error, SyntaxError) else error)
 
 
 def _place(error: Exception, frames: Iterable[traceback.FrameSummary]) -> str:

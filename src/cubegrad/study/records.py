@@ -111,7 +111,7 @@ def from_line(line: str) -> Record:
         settings = Settings(**body.pop("settings"))
         record = Record(settings=settings, **{k: v for k, v in body.items() if k != "key"})
         intact = check == _checksum({"key": key, **asdict(record)}) and key == settings.key
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a record: {error}") from None
     if not intact:
         raise ValueError("altered: its checksum does not match")
