@@ -36,7 +36,7 @@ def descend(tx, loss, x, state, steps):
     return jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))((x, state))
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("factor", [pytest.param(0.5, marks=pytest.mark.thorough), 1.0, 2.0])
 @pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize(
     ("loss", "start"),

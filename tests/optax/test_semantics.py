@@ -21,7 +21,12 @@ def sequence(*values):
 
 @pytest.mark.compilation
 @pytest.mark.parametrize(
-    "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}]
+    "decay",
+    [
+        {},
+        pytest.param({"weight_decay": 0.1}, marks=pytest.mark.thorough),
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    ],
 )
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @each_method

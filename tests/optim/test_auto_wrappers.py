@@ -120,7 +120,7 @@ def test_parameters_may_be_replaced_or_dropped():
 
 @pytest.mark.training
 @cases.each_fast_backend
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("decoupled", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_groups_with_gradients_in_turns(backend, decoupled):
     """The estimate advances at every step(), but a group's sums only when it has gradients."""
     results = []

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cases import each_class
 from compact_runs import SHAPES, build, noisy_grads
 from short_runs import parameters
 from torch._dynamo.testing import CompileCounter
@@ -71,7 +70,7 @@ def test_a_traced_step_has_the_codes_of_an_eager_one(cls, dtype, momentum):
     assert_close(compiled, plain)
 
 
-@each_class
+@pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])
 def test_recompilations_are_bounded(cls):
     compiled, plain = two_runs(cls, lr=0.05, weight_decay=0.01)
     counter = CompileCounter()
@@ -88,13 +87,16 @@ def test_recompilations_are_bounded(cls):
     assert_close(compiled, plain)
 
 
-@pytest.mark.parametrize("scaler", [False, True])
+DECAY = {"weight_decay": 0.1, "decoupled_weight_decay": True}
+
+
 @pytest.mark.parametrize(
-    ("cls", "decay"),
+    ("cls", "decay", "scaler"),
     [
-        (MADGRAD, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-        (MADGRAD, {"weight_decay": 0.1, "decoupled_lr": True}),
-        (MirrorMADGRAD, {}),
+        (MADGRAD, DECAY, False),
+        (MADGRAD, {"weight_decay": 0.1, "decoupled_lr": True}, True),
+        (MirrorMADGRAD, {}, False),
+        pytest.param(MirrorMADGRAD, {}, True, marks=pytest.mark.thorough),
     ],
 )
 def test_a_traced_step_updates_the_state_that_the_optimizer_holds(cls, decay, scaler):

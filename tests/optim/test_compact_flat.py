@@ -31,7 +31,7 @@ def params_of(shapes, dtype, device="cpu"):
     ]
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("momentum", [0.9, pytest.param(0.0, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_class
 @each_fast_backend

@@ -4,7 +4,7 @@ import cases
 import edits
 import pytest
 import torch
-from cases import each_backend, each_fast_backend
+from cases import each_fast_backend
 from edits import FORMS, Noisy, build, dual_point
 from short_runs import advance, parameters
 from torch import nn
@@ -145,7 +145,7 @@ def test_ranks_that_average_their_weights_stay_together(backend, form):
 
 
 @each_form
-@each_backend
+@cases.each_backend_of_a_long_test
 def test_without_momentum_edited_weights_stay_where_they_are_put(backend, form):
     """Until they have a gradient, to the last bit."""
     problem = Noisy(backend.device)

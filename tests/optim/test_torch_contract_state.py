@@ -73,7 +73,7 @@ def test_a_saved_file_is_read_back_with_weights_only(case):
 
 
 @each_case
-def test_state_from_before_the_newer_flags_or_with_plain_counts_loads(case):
+def test_state_without_flags_or_with_plain_counts_loads(case):
     params = new_params()
     optimizer = advance(case.build(params), params, range(3))
     state_dict = copy.deepcopy(optimizer.state_dict())

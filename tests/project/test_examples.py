@@ -2,11 +2,9 @@
 
 import os
 import re
-import runpy
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,28 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@dataclass(frozen=True)
-class Example:
-    script: str
-    least: dict[str, float]  # the methods in its table, and the accuracy in % each must exceed
-    refused: dict[tuple[str, ...], str]  # bad options, and the message they get
-
-
-CASES = [
-    Example(
-        "jax_sweep.py",
-        least={"MADGRAD": 80.0, "MirrorMADGRAD": 80.0, "Adam": 80.0},
-        refused={
-            ("--seeds", "1"): "--seeds 1 must be >= 2; use 5",
-            ("--out", "sweep.txt"): "--out sweep.txt must end in .png, .pdf or .svg",
-        },
-    ),
-]
-REFUSALS = [
-    pytest.param(case.script, options, message, id=f"{case.script} {' '.join(options)}")
-    for case in CASES
-    for options, message in case.refused.items()
-]
+METHODS = {"MADGRAD", "MirrorMADGRAD", "Adam"}
 
 
 def run(script: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -67,47 +44,26 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.script)
-def test_quick_run_prints_a_table_and_saves_the_plot(case: Example, tmp_path: Path) -> None:
+def test_quick_sweep_prints_a_table_and_saves_the_plot(tmp_path: Path) -> None:
     plot = tmp_path / "new folder" / "plot.png"
-    done = run(case.script, "--quick", "--out", str(plot), folder=tmp_path)
+    done = run("jax_sweep.py", "--quick", "--out", str(plot), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"Plot: {plot}"
     found = accuracies(done.stdout)
-    assert found.keys() == case.least.keys(), done.stdout
-    for method, least in case.least.items():
-        assert least < found[method] <= 100.0, done.stdout
+    assert found.keys() == METHODS, done.stdout
+    assert all(80.0 < accuracy <= 100.0 for accuracy in found.values()), done.stdout
     width, height = png_size(plot)
     assert 800 <= width <= 4000
     assert 400 <= height <= 3000
     assert plot.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("script", "options", "message"), REFUSALS)
-def test_bad_option_is_refused_with_the_remedy(
-    script: str,
-    options: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In this process: another one would spend seconds on importing JAX."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [script, *options])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir()), "a refused run leaves nothing behind"
-
-
 def test_every_example_has_a_case() -> None:
-    elsewhere = {"fsdp2.py", "one_gpu_7b.py"}  # test_restarts.py, test_one_gpu.py
-    elsewhere |= {"plain_pytorch.py", "lightning_module.py", "torchtitan_optimizer.py"}
-    elsewhere |= {"timm_train.py", "deepspeed_zero.py"}  # test_recipes.py
-    elsewhere |= {"flax_nnx.py", "equinox_mlp.py"}  # test_recipes_jax.py
-    elsewhere |= {"transformers_trainer.py", "trl_sft.py", "accelerate_loop.py", "peft_lora.py"}
-    elsewhere |= {"diffusers_ema.py"}  # test_recipes_huggingface.py
-    covered = {case.script for case in CASES} | elsewhere
+    covered = {"jax_sweep.py"}
+    covered |= {"fsdp2.py", "one_gpu_7b.py"}  # test_restarts.py, test_one_gpu.py
+    covered |= {"plain_pytorch.py", "lightning_module.py", "torchtitan_optimizer.py"}
+    covered |= {"timm_train.py", "deepspeed_zero.py"}  # test_recipes.py
+    covered |= {"flax_nnx.py", "equinox_mlp.py"}  # test_recipes_jax.py
+    covered |= {"transformers_trainer.py", "trl_sft.py", "accelerate_loop.py", "peft_lora.py"}
+    covered |= {"diffusers_ema.py"}  # test_recipes_huggingface.py
     assert {path.name for path in EXAMPLES.glob("*.py")} == covered

@@ -25,6 +25,7 @@ def test_the_time_of_an_update(study_step, capsys):
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_time_of_an_update_of_processes_that_share_a_device(study_step, capsys):
     began = time.monotonic()
     study_step.main(["digits", "--updates", "20", "--warm-up", "1", "--processes", "2"])

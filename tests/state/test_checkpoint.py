@@ -13,7 +13,7 @@ from cubegrad import MADGRAD
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @cases.each_method
-@cases.each_backend
+@cases.each_backend_of_a_long_test
 def test_resumed_equals_unbroken(backend, method, momentum):
     for dtype in backend.dtypes:
         options = {"momentum": momentum, "weight_decay": 0.01}

@@ -1,7 +1,6 @@
 """The report's sentences, for made-up records."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from made_up_records import CIFAR10_RECORDS, cifar10_record
@@ -120,25 +119,3 @@ def test_runs_from_different_weights_are_named() -> None:
     (note,) = note_of("aa", "bb", None)
     assert "2 different sets of weights (aa, bb)" in note
     assert note_of("aa") == note_of("aa", None) == note_of(None) == []
-
-
-@pytest.mark.parametrize(
-    ("counts", "words"),
-    [
-        ([1], "1 seed"),
-        ([3, 3], "3 seeds"),
-        ([5, 1], "1 or 5 seeds"),
-        ([2, 5, 1], "1 to 5 seeds"),
-        ([0, 2], "2 seeds"),
-    ],
-)
-def test_numbers_of_seeds(counts: list[int], words: str) -> None:
-    summaries = [SimpleNamespace(seeds=range(count)) for count in counts]
-    assert wording.seed_counts(summaries) == words  # type: ignore[arg-type]
-
-
-def test_a_result_of_one_seed_says_so() -> None:
-    (summary,) = experiment_of({"sgd": [90.0]}).summaries
-    assert wording.caveats(summary) == ["one seed, so no error is known"]
-    (summary,) = experiment_of({"sgd": [None]}).summaries
-    assert wording.caveats(summary) == ["every run diverged"]
