@@ -5,7 +5,7 @@ import copy
 import contract
 import pytest
 import torch
-from contract import CLASSES, IMPLEMENTATIONS, each_case, each_class, each_default
+from contract import IMPLEMENTATIONS, each_case, each_class, each_default
 from short_runs import advance, cloned, ones, through_a_file, through_pickle
 from torch import nn
 from torch.optim.optimizer import (
@@ -160,18 +160,6 @@ def test_a_hook_after_saving_sees_what_a_hook_before_it_added(case):
     saved = optimizer.state_dict()
     assert saved["noted"] == 1
     assert "noted" not in saved["state"]
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, *CLASSES])
-def test_an_entry_that_belongs_to_no_parameter_survives_saving_and_loading(cls):
-    params = new_params()
-    optimizer = advance(cls(params), params, range(3))
-    state_dict = optimizer.state_dict()
-    state_dict["state"]["noted"] = 1
-    optimizer.load_state_dict(state_dict)
-    assert optimizer.state["noted"] == 1
-    advance(optimizer, params, [3])
-    assert optimizer.state_dict()["state"]["noted"] == 1
 
 
 def set_lr(value, in_place):
