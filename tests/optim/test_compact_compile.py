@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each_class
 from compact_runs import SHAPES, build, noisy_grads
 from short_runs import parameters
 from torch._dynamo.testing import CompileCounter

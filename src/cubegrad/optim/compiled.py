@@ -11,6 +11,7 @@ from cubegrad import options, sharding
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Member, Row
 from cubegrad.optim import step
+from cubegrad.optim.gather import gather
 from cubegrad.options import Hyper
 from cubegrad.state import conversion, layout
 from cubegrad.state.layout import Layout
@@ -146,7 +147,7 @@ def _gathered(optimizer: "BaseOptimizer", group: Group) -> list[Member]:
     if group is groups[0]:
         weights = [Weight.of(each["lr"], found_inf) for each in groups]
         optimizer._traced_members = {
-            id(each): step.gather(optimizer, each, weight, fused=False, alike=True)
+            id(each): gather(optimizer, each, weight, fused=False, alike=True)
             for each, weight in zip(groups, weights, strict=True)
         }
     return optimizer._traced_members.pop(id(group))
