@@ -282,3 +282,20 @@ def test_all_variants_compile_for_a_gpu():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("compiled\n")
+
+
+@pytest.mark.parametrize("size", [1e25, float("inf")])
+def test_a_square_that_overflows_moves_as_eager_does(size):
+    """MirrorMADGRAD does not move where the denominator is infinite, unless g is."""
+    ends = []
+    for backend in (FUSED, EAGER):
+        params = params_of([(64, 64)], torch.float32)
+        optimizer = built(cases.MIRROR, backend, params, {})
+        for first in (size, 1.0):
+            params[0].grad = torch.ones_like(params[0])
+            params[0].grad[0, :4] = first
+            optimizer.step()
+        ends.append(params[0].detach())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert ends[0][0, :4].isfinite().all() == (size < float("inf"))
+    assert ends[0][1:].isfinite().all()

@@ -116,12 +116,15 @@ def _update(
         decayed_m = m * (m_scale * shrink)
     if SQUARES == "weighted":
         growth = weighted * g
-        new_root = short_root(raised(root, growth, ROOT), ROOT)
+        v = raised(root, growth, ROOT)
+        new_root = short_root(v, ROOT)
         # Not changed by rounding alone, nor by a growth that the logarithm would take for 0.
         new_root = tl.where(growth < SMALLEST, root, new_root)
     else:
         v = power(root, ROOT) * fade + g * g
         new_root = tl.where(v < SMALLEST, 0.0, short_root(v, ROOT))
+    if not PULLS:  # else z is NaN either way
+        new_root = tl.where(v < float("inf"), new_root, v)
     force = weighted
     if PULLS:
         x0 = integer(x0) if P == tl.float32 else x0.to(tl.float32)
