@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
     @property
     def never_falls(self) -> bool:
-        """Whether ν is a sum of squares: one of 0 leaves it as it is."""
+        """Whether ν only grows, so that a gradient of 0 leaves it unchanged."""
         return self.squares == WEIGHTED
 
 
