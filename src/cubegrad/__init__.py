@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cubegrad import backends, family, interop, memory, theory
     from cubegrad.groups import param_groups
-    from cubegrad.optim import MADGRAD, MirrorMADGRAD, estimated_lr
+    from cubegrad.optim import MADGRAD, MADGRADW, MirrorMADGRAD, estimated_lr
 
 __version__ = "0.2.0.dev0"
 __all__ = [
     "MADGRAD",
+    "MADGRADW",
     "MirrorMADGRAD",
     "__version__",
     "backends",
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("MADGRAD", "MirrorMADGRAD", "estimated_lr"):
+    if name in ("MADGRAD", "MADGRADW", "MirrorMADGRAD", "estimated_lr"):
         value = getattr(importlib.import_module("cubegrad.optim"), name)
     elif name == "param_groups":
         value = importlib.import_module("cubegrad.groups").param_groups

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 # torch's default for AdamW. In docs/results and in the paper no best coupled decay of MADGRAD is
 # above 1e-3. On photographs 2.5e-3 cost 6 points; in fine-tuning 0.01 ended at 8.9 bits instead of
@@ -11,6 +12,7 @@ LARGE_DECAY = 0.01
 LIBRARIES = ("cubegrad", "jax", "optax", "torch")
 WORTH_CODING = 2**20  # numbers, 8 MB of state; a small model needs no codes
 _has_warned_of_decay = False  # in this process
+_has_warned_of_betas = False
 
 
 def warn_of_coupled_decay(decay: float) -> None:
@@ -26,6 +28,18 @@ def warn_of_coupled_decay(decay: float) -> None:
         f"weight_decay={decay / 4:g}. See docs/learning_rate.md"
     )
     _has_warned_of_decay = True
+
+
+def warn_of_betas(first: Any, second: Any) -> None:
+    """Once per process: AdamW's second beta is not needed."""
+    global _has_warned_of_betas
+    if _has_warned_of_betas:
+        return
+    warn(
+        f"AdamW's beta2={second} has no counterpart in MADGRADW, whose mean of the squared "
+        f"gradients is over the whole run; pass momentum={first} instead of both"
+    )
+    _has_warned_of_betas = True
 
 
 def warn_of_uncoded(tensors: Iterable[tuple[str, int, str | None]]) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cubegrad import distance
-from cubegrad.rule import Rule, shrunk, step_from_root, unrounded
+from cubegrad.rule import Either, Rule, average, shrunk, step_from_root
 
 Array = Any
 Scalar = Any
@@ -94,6 +94,21 @@ def mixed(x: Array) -> Array:
 def random_bits(step: Array, index: Array) -> Array:
     """32 bits for each coordinate; `step` is k, `index` the coordinate's modulo 2^32."""
     return mixed(index + mixed(step))
+
+
+# Odd, and such that in each part of the bits that rounds something, multiples of it lie evenly: all
+# 256 of a block, and every 2nd, 3rd, 4th, 8th, 9th or 16th of them (tests/optim/test_compact_bits).
+WEYL = 0x06099B33
+
+
+def block_bits(step: Array, indices: Array) -> Array:
+    """The same for coordinates with codes, whose indices are given in blocks.
+
+    One hash a block: its coordinates get an arithmetic sequence from there, which spreads them more
+    evenly than a hash for each would, at a fraction of the instructions.
+    """
+    first = indices[..., :1]
+    return random_bits(step, first) + (indices - first) * WEYL
 
 
 def dither(xp: Namespace, bits: Array) -> Array:
@@ -181,7 +196,7 @@ class Codes(NamedTuple):
 
     offset: Array | None  # int8: z - x, needed for momentum only, and the root's lowest bit
     offset_scale: Array | None
-    root: Array  # uint8: ∛ν
+    root: Array  # uint8: ∛ν, or √ν
     root_scale: Array
     initial: Array | None  # x_0 in int16, or in the dtype of half precision; only with a pull
     initial_scale: Array | None
@@ -262,10 +277,11 @@ def _store(
     xp: Namespace,
     bits: Array,
     round_param: Callable[..., Array] | None,
-    momentum: Scalar | None,
+    has_offset: bool,
+    momentum: Scalar,
     param: Array,
     ahead: Array,
-    new_param: Array,
+    either: Either,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """`unrounded` as it is stored: x, and the code and scale of z - x.
 
@@ -274,18 +290,18 @@ def _store(
     errors do not add up in it. Half precision has no such places: there x is rounded first, and the
     offset is what z lies from that.
     """
+    new_param = average(param, ahead, either(0, 1 - momentum))
     if round_param is not None:
         new_param = round_param(xp, new_param, bits)
-    if momentum is None:  # no offset is kept
+    if not has_offset:
         return new_param, (None, None)
-    if round_param is None:
-        offset = ahead * -momentum  # z - x before x is rounded
-    else:
-        new_param, offset = unrounded(param, ahead, new_param)
+    before_rounding = ahead * either(-1, -momentum)  # z - x
+    offset = before_rounding if round_param is None else (param - new_param) - ahead
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
         part = share(xp, momentum)
-        new_param = param - ahead * (1 - (1 - part) * momentum)  # z, if x takes in all
+        # z, if x takes in all
+        new_param = average(param, ahead, either(part, 1 - (1 - part) * momentum))
         rounded = new_param - code * (scale * part)
         new_param = xp.where(code == 0, new_param, rounded)  # taking away -0 would make 0 of -0
     return new_param, (code, scale)
@@ -307,8 +323,8 @@ def step(
 
     `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
     """
-    momentum = None if codes.offset is None else h.momentum
-    store = partial(_store, xp, bits, ROUND.get(dtype), momentum)
+    has_offset = codes.offset is not None
+    store = partial(_store, xp, bits, ROUND.get(dtype), has_offset, h.momentum)
     old, sums = decode(xp, codes), None
     new_param, offset, root, new_away = step_from_root(
         xp, rule, h, step, param, grad, old.offset, old.root, old.initial, store

@@ -9,9 +9,14 @@ from torch import Tensor
 class TorchFunctions:
     """Of tensors, with a usable derivative where the value is 0.
 
-    At ν = 0 the derivative of ∛ν is infinite and would meet a zero from g² as ∞·0 = NaN. Taken
+    At ν = 0 the derivative of a root is infinite and would meet a zero from g² as ∞·0 = NaN. Taken
     as 0 it leaves the true derivative of the step, λ/ε, when ε > 0.
     """
+
+    @staticmethod
+    def sqrt(x: Tensor) -> Tensor:
+        zero = x == 0
+        return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
     @staticmethod
     def cbrt(x: Tensor) -> Tensor:
@@ -34,7 +39,7 @@ class TorchFunctions:
 
     smaller = staticmethod(torch.minimum)
     where = staticmethod(torch.where)
-    sqrt = staticmethod(torch.sqrt)
+    sign = staticmethod(torch.sign)
     isfinite = staticmethod(torch.isfinite)
     round = staticmethod(torch.round)
 
@@ -69,9 +74,13 @@ class CodedFunctions(TorchFunctions):
     """Of float32 tensors, for codes: the same last bit however the tensor is cut.
 
     torch's x ** (1 / 3) rounds the last elements of a tensor differently from those that it
-    computes by vectors, and so depends on the shard and on the number of threads. Sums, products
-    and quotients do not.
+    computes by vectors, and so depends on the shard and on the number of threads. Sums, products,
+    quotients and square roots do not.
     """
+
+    @staticmethod
+    def sqrt(x: Tensor) -> Tensor:
+        return x.sqrt()
 
     @staticmethod
     def cbrt(x: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-SWEEP = "1e-2 is the default; sweep powers of two around it, or try 'auto'"
+SWEEP = "start from the default and sweep powers of two around it; MADGRAD also has 'auto'"
 REMEDY = {
     "lr": SWEEP,
     "learning_rate": SWEEP,
-    "momentum": "use 0.9, or 0 to keep no initial_param",
-    "weight_decay": "use 0; MADGRAD needs less decay than SGD or Adam",
-    "eps": "use 1e-6, or 0 for none",
+    "momentum": "use 0.9, or 0 to keep less state",
+    "weight_decay": "use 0 for none",
+    "eps": "use the default, or 0 for none",
     "reference_lr": "use the peak learning rate",
     "last_eps": "load what state_dict() returned, whole",
     "auto_lr": "load what state_dict() returned, whole",
@@ -42,7 +42,7 @@ FLAGS = (
     *("differentiable", "compact", "stochastic_rounding"),
 )
 # What a group holds beside its options; "estimated_lr" is for loggers.
-KEPT = frozenset({"params", "estimate", "estimated_lr", "last_eps", "reference_lr"})
+KEPT = frozenset({"params", "estimate", "estimated_lr", "last_eps", "reference_lr", "rule"})
 TAKEN = ("lr", "momentum", "weight_decay", "eps", *FLAGS)
 
 
@@ -155,6 +155,17 @@ def factor_from_string(group: dict[str, Any]) -> float:
     return 1.0 if group["auto_lr"] and group["lr"] == "auto" else number("lr", group["lr"])
 
 
+def momentum_of_betas(betas: Any) -> Any:
+    """The first of AdamW's two betas, which is the momentum here."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(
+            f"betas={betas!r} must be two numbers, as AdamW takes them, of which the first is the "
+            "momentum; use momentum=0.9"
+        )
+    one_number("betas[1]", betas[1], "pass momentum=0.9 instead of betas")
+    return betas[0]
+
+
 def auto_lr(rule: Any, lr: Any) -> bool:
     """Whether lr is "auto"; refuses it for a rule without the sums that it is estimated from."""
     if not isinstance(lr, str) or lr != "auto":
@@ -162,7 +173,7 @@ def auto_lr(rule: Any, lr: Any) -> bool:
     if not rule.has_estimate:
         raise ValueError(
             "lr='auto' is MADGRAD's alone: it is estimated from the sum of the gradients, which "
-            "MirrorMADGRAD does not keep; use MADGRAD, or a number"
+            f"{rule.name} does not keep; use MADGRAD, or a number"
         )
     return True
 

@@ -15,6 +15,7 @@ difference, so a step that should move nothing changes no bit, not even the sign
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 Array = Any
@@ -22,20 +23,31 @@ Scalar = Any
 Hyper = Any
 Namespace = Any
 State = Mapping[str, Array]  # a rule's buffers, by their names
-Store = Callable[[Array, Array, Array], tuple[Array, Any]]
+Either = Callable[[Scalar, Scalar], Array]
+Store = Callable[[Array, Array, Either], tuple[Array, Any]]
 
 WEIGHTED = "weighted"  # ν_{k+1} = ν_k + λ_k g_k²: a sum, which never falls
 FADING = "fading"  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
+AVERAGED = "averaged"  # ν_{k+1} = (1 - a_k) ν_k + a_k g_k², a_k = mean_weight(k)
 
 
 class Rule(NamedTuple):
     """A method. Those without a pull move z by the newest gradient alone: mirror descent."""
 
     name: str
-    root: int  # of ν in the denominator: 3 is ∛ν + ε
-    growth_root: int  # λ_k = γ_k times this root of k+1
-    squares: str  # how g² enters ν: WEIGHTED or FADING
+    root: int  # of ν in the denominator: 3 is ∛ν + ε, 2 is √ν + ε
+    growth_root: int | None  # λ_k = γ_k times this root of k+1; None: λ_k = γ_k
+    squares: str  # how g² enters ν: WEIGHTED, FADING or AVERAGED
     pulls: bool  # dual averaging: z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
+    holds: bool = False  # x follows z only where that goes down by the newest gradient
+    relative: bool = False  # z is kept as z - x: it moves with weights that are edited or loaded
+
+    @property
+    def point(self) -> str:
+        """The buffer that only momentum needs: without it x is z, and x_0 follows from x."""
+        if self.pulls:
+            return "initial_param"
+        return "dual_offset" if self.relative else "z"
 
     @property
     def has_estimate(self) -> bool:
@@ -53,11 +65,35 @@ MADGRAD = Rule("madgrad", root=3, growth_root=2, squares=WEIGHTED, pulls=True)
 # ∛ν̃ = (k+1)^{1/6} ∛ν, and the paper's move √(k+1) g / ∛ν̃ is (k+1)^{1/3} g / ∛ν. A constant γ
 # enters the paper's move as γ/∛γ = γ^{2/3}; here that whole factor is the learning rate.
 MIRROR_MADGRAD = Rule("mirror_madgrad", root=3, growth_root=3, squares=FADING, pulls=False)
-RULES = (MADGRAD, MIRROR_MADGRAD)
+# With the square root a step does not depend on the size of the gradients, so γ and the decay are
+# on AdamW's scale. With a mean for ν it does not depend on the weights of the squares either: with
+# a sum, λ would have to grow as the root of the sum does.
+MADGRADW = Rule(
+    "madgradw",
+    root=2,
+    growth_root=None,
+    squares=AVERAGED,
+    pulls=False,
+    holds=True,
+    relative=True,
+)
+RULES = (MADGRAD, MIRROR_MADGRAD, MADGRADW)
 
 
 def step_weight(rule: Rule, lr: Scalar, step: Scalar) -> Scalar:
-    return lr * (step + 1) ** (1 / rule.growth_root)  # λ_k
+    return lr if rule.growth_root is None else lr * (step + 1) ** (1 / rule.growth_root)  # λ_k
+
+
+def mean_weight(step: Scalar) -> Scalar:
+    """a_k of AVERAGED: newer squares weigh more, as the paper's weights √(k+1) have it."""
+    return 1.5 / (step + 1.5)
+
+
+def fade(rule: Rule, step: Scalar) -> Scalar:
+    """What is left of ν where the gradient is 0."""
+    if rule.squares == WEIGHTED:
+        return 1.0
+    return (step / (step + 1)) ** 0.5 if rule.squares == FADING else step / (step + 1.5)
 
 
 def loss_gradient(h: Hyper, grad: Array) -> Array:
@@ -76,15 +112,13 @@ def effective_gradient(h: Hyper, param: Array, grad: Array) -> Array:
 
 
 def root(xp: Namespace, rule: Rule, grad_sq_sum: Array) -> Array:
-    """∛ν."""
-    del rule  # of which there is no other root yet
-    return xp.cbrt(grad_sq_sum)
+    """∛ν, or √ν."""
+    return xp.cbrt(grad_sq_sum) if rule.root == 3 else xp.sqrt(grad_sq_sum)
 
 
 def power(rule: Rule, root_of: Array) -> Array:
     """ν, whose root this is."""
-    del rule
-    return root_of * root_of * root_of
+    return root_of * root_of * root_of if rule.root == 3 else root_of * root_of
 
 
 def displacement(xp: Namespace, rule: Rule, eps: float, state: State) -> Array:
@@ -100,8 +134,22 @@ def recover_initial_param(
     return param + displacement(xp, rule, eps, state)  # x_0 = z_k + s_k / (∛ν_k + ε)
 
 
-def average(param: Array, dual_point: Array, momentum: Scalar) -> Array:
-    return param - (param - dual_point) * (1 - momentum)  # x_{k+1} = (1-c) x_k + c z_{k+1}
+def average(param: Array, ahead: Array, share: Array) -> Array:
+    """(1-c) x_k + c z_{k+1}; `ahead` is x_k - z_{k+1}, `share` is c."""
+    return param - ahead * share
+
+
+def held(xp: Namespace, rule: Rule, momentum: Scalar, ahead: Array, grad: Array) -> Either:
+    """Chooses between a number for coordinates whose x is held and one for those that follow z.
+
+    x is held where z lies uphill by the newest gradient, or that is 0. Without momentum x is z, and
+    nothing is held.
+    """
+    if not rule.holds or (isinstance(momentum, int | float) and momentum == 0):
+        return lambda _, follows: follows
+    is_held = ahead * xp.sign(grad) <= (momentum == 0) * -3e38
+    ones = ahead**0  # in its dtype
+    return lambda holds, follows: xp.where(is_held, ones * holds, follows)
 
 
 def shrunk(h: Hyper, array: Array) -> Array:
@@ -113,7 +161,8 @@ def add_square(rule: Rule, step: Scalar, grad_sq_sum: Array, weighted: Array, gr
     """ν_{k+1}; `weighted` is λ_k g_k."""
     if rule.squares == WEIGHTED:
         return grad_sq_sum + weighted * grad
-    return grad_sq_sum * (step / (step + 1)) ** 0.5 + grad * grad
+    newest = grad if rule.squares == FADING else grad * mean_weight(step)
+    return grad_sq_sum * fade(rule, step) + newest * grad
 
 
 def step(
@@ -121,8 +170,8 @@ def step(
 ) -> tuple[Array, dict[str, Array]]:
     """x and the state after one step; `step` is k, counted from 0.
 
-    With a pull but without `initial_param` c is 1: then x is z, and z_{k+1} is x_k moved by the
-    change of the displacement, so x_0 need not be kept.
+    Without the rule's `point` in the state c is 1: then x is z. With a pull z_{k+1} is x_k moved by
+    the change of the displacement, so x_0 need not be kept.
 
     Decoupled decay multiplies x_k, x_0 and s_k by h.shrink, and so z_k. If it shrank x alone, the
     averaging would pull x back to z. If it shrank z by moving x_0 alone, s_k would bring the
@@ -132,12 +181,23 @@ def step(
     param = shrunk(h, param)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new = {"grad_sq_sum": add_square(rule, step, state["grad_sq_sum"], weighted, grad)}
-    del grad  # a list of tensors is large
     if not rule.pulls:
-        move = xp.quotient(weighted, root(xp, rule, new["grad_sq_sum"]) + h.eps)
         # Taking away a negative zero would turn -0 into 0.
-        new["z"] = shrunk(h, state["z"]) - (move + 0.0)  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
-        return average(param, new["z"], h.momentum), new
+        move = xp.quotient(weighted, root(xp, rule, new["grad_sq_sum"]) + h.eps) + 0.0
+        if rule.point not in state:
+            return param - move, new
+        point = shrunk(h, state[rule.point])
+        if rule.relative:  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
+            ahead = move - point
+        else:
+            new["z"] = point - move
+            ahead = param - new["z"]
+        either = held(xp, rule, h.momentum, ahead, grad)
+        new_param = average(param, ahead, either(0, 1 - h.momentum))
+        if rule.relative:
+            new["dual_offset"] = (param - new_param) - ahead
+        return new_param, new
+    del grad  # a list of tensors is large
     new["grad_sum"] = shrunk(h, state["grad_sum"]) + weighted  # s_{k+1} = s_k + λ_k g_k
     del weighted
     if "initial_param" not in state:
@@ -146,11 +206,18 @@ def step(
         return param - move, new  # x_{k+1} = z_{k+1}
     new["initial_param"] = shrunk(h, state["initial_param"])
     dual_point = new["initial_param"] - displacement(xp, rule, h.eps, new)  # z_{k+1}
-    return average(param, dual_point, h.momentum), new
+    return average(param, param - dual_point, 1 - h.momentum), new
 
 
-def unrounded(param: Array, ahead: Array, new_param: Array) -> tuple[Array, Array]:
+def take_rounding(new: dict[str, Array], new_param: Array, stored: Array) -> None:
+    """Keep z where it is, if it is kept as z - x and x is stored rounded."""
+    if "dual_offset" in new:
+        new["dual_offset"] = new["dual_offset"] + (new_param - stored)
+
+
+def unrounded(momentum: Scalar, param: Array, ahead: Array, either: Either) -> tuple[Array, Array]:
     """x_{k+1} and z_{k+1} - x_{k+1}; `param` is x_k, `ahead` x_k - z_{k+1}."""
+    new_param = average(param, ahead, either(0, 1 - momentum))
     return new_param, (param - new_param) - ahead
 
 
@@ -164,7 +231,7 @@ def step_from_root(
     dual_offset: Array | None,
     old_root: Array,
     initial_param: Array | None = None,
-    store: Store = unrounded,
+    store: Store | None = None,
 ) -> tuple[Array, Any, Array, Array | None]:
     """`step` from m = z - x, r = ∛ν and, with a pull, x_0: a form whose state can be rounded.
 
@@ -192,6 +259,7 @@ def step_from_root(
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
     move = xp.quotient(force, new_root + h.eps) + 0.0
     ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
+    store = store or partial(unrounded, h.momentum)
     # x_{k+1} = (1-c) x_k + c z_{k+1}
-    new_param, new_offset = store(param, ahead, param - ahead * (1 - h.momentum))
+    new_param, new_offset = store(param, ahead, held(xp, rule, h.momentum, ahead, grad))
     return new_param, new_offset, new_root, None if away is None else away + move

@@ -69,7 +69,7 @@ FAST_BACKENDS = [backend for backend in BACKENDS if not backend.interpreted]
 class Method:
     name: str
     optimizer: type[torch.optim.Optimizer]
-    oracle: type[oracle.Madgrad] | type[oracle.MirrorMadgrad]
+    oracle: type[oracle.Madgrad] | type[oracle.MirrorMadgrad] | type[oracle.Madgradw]
 
     def __str__(self) -> str:
         return self.name
@@ -81,7 +81,8 @@ class Method:
 
 MADGRAD = Method("madgrad", cubegrad.MADGRAD, oracle.Madgrad)
 MIRROR = Method("mirror", cubegrad.MirrorMADGRAD, oracle.MirrorMadgrad)
-METHODS = [MADGRAD, MIRROR]
+MADGRADW = Method("madgradw", cubegrad.MADGRADW, oracle.Madgradw)
+METHODS = [MADGRAD, MIRROR, MADGRADW]
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 # With capturable, Triton's kernels are interpreted for every option in test_backends.py; doing so
@@ -98,7 +99,7 @@ each_backend_of_a_long_test = pytest.mark.parametrize(
 )
 each_fast_backend = pytest.mark.parametrize("backend", FAST_BACKENDS, ids=str)
 each_method = pytest.mark.parametrize("method", METHODS, ids=str)
-each_class = pytest.mark.parametrize("cls", [cubegrad.MADGRAD, cubegrad.MirrorMADGRAD])
+each_class = pytest.mark.parametrize("cls", [method.optimizer for method in METHODS])
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -143,7 +144,8 @@ def settings(options: dict[str, Any], lr: float | None = None) -> oracle.Setting
 def build(
     method: Method, backend: Backend, params: list[Tensor], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
+    base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6, "weight_decay": 0.0} | options
+    base.setdefault("decoupled_weight_decay", False)
     optimizer = method.optimizer(params, **base, **backend.flags)  # type: ignore[call-arg]
     if backend.module is not None:
         optimizer._backend = lambda _: backend.module

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
 from cubegrad.backends.triton.launch import fields
-from cubegrad.rule import MADGRAD, MIRROR_MADGRAD, RULES
+from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, RULES
 
 NUMBERS = ("lr", "momentum", "shrink", "eps", "decay", "sign")
 POINTERS = {"lr_at": "*fp64", "momentum_at": "*fp64", "shrink_at": "*fp64"}
@@ -20,7 +20,13 @@ TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
 
 
 def of_rule(rule):
-    return dict(zip(("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS"), fields(rule), strict=True))
+    return dict(
+        zip(
+            ("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS", "HOLDS", "RELATIVE"),
+            fields(rule),
+            strict=True,
+        )
+    )
 
 
 def compile_kernel(kernel, constants, tensors, warps, registers):
@@ -46,7 +52,7 @@ def compile_for_codes():
         for dtype in (tl.float32, tl.bfloat16):
             constants = {"HAS_OFFSET": has_offset, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"ALL_WHOLE": whole, "LOW_BIT": int(whole)}
-            constants |= {"PLAIN": whole, "NO_EPS": not whole}
+            constants |= {"PLAIN": whole, "SHRINKS": not whole, "NO_EPS": not whole}
             tensors = [] if whole else list(POINTERS)
             compile_kernel(step_coded_units, constants, tensors, 1, 64 if whole else 96)
 
@@ -54,9 +60,12 @@ def compile_for_codes():
 def compile_for_sums():
     dtypes = [(tl.float32, tl.float32, False), (tl.float64, tl.float64, False)]
     dtypes += [(half, tl.float32, r) for half in (tl.bfloat16, tl.float16) for r in (False, True)]
-    for rule, centred, sums in ((MADGRAD, 1, 1), (MADGRAD, 0, 0), (MIRROR_MADGRAD, 0, 0)):
+    for rule, has_point, sums in (
+        *((MADGRAD, True, True), (MADGRAD, False, False), (MIRROR_MADGRAD, True, False)),
+        *((MADGRADW, True, False), (MADGRADW, False, False)),
+    ):
         for dtype, state, at_random in dtypes:
-            constants = {"CENTRED": bool(centred), "P": dtype, "G": dtype} | of_rule(rule)
+            constants = {"HAS_POINT": has_point, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"S": state, "BLOCK": 1024, "AT_RANDOM": at_random}
             tensors = list(POINTERS) if sums else []
             for decays in (False, True) if sums else (False,):

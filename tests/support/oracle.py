@@ -1,4 +1,4 @@
-"""Algorithm 1 and its mirror form in float64 numpy, line by line: the reference for every backend.
+"""Algorithm 1, its mirror form and MADGRADW in float64 numpy: the reference for every backend.
 
 `size` has the sum of the absolute values of all that was added up for each result, to first order.
 Rounding errors are relative to it, and not to the result, which cancellation may make small.
@@ -187,7 +187,36 @@ class MirrorMadgrad:
 
     def restart(self, x: Array, state: dict[str, Array], _: Settings) -> None:
         self.x = x
-        self.nu, self.z = state["grad_sq_sum"], state["z"]
+        self.nu, self.z = state["grad_sq_sum"], state.get("z", x)
 
     def state(self) -> dict[str, Array]:
         return {"grad_sq_sum": self.nu, "z": self.z}
+
+
+@dataclass
+class Madgradw(MirrorMadgrad):
+    def step(self, g: Array, o: Settings) -> None:
+        g, g_size = o.gradient(self.x, np.asarray(g, dtype=np.float64))
+        old_size = np.abs(self.x) + np.abs(self.z)
+        self.x, self.z = o.shrink() * self.x, o.shrink() * self.z
+        a = 1.5 / (self.k + 1.5)
+        nu_size = (1 - a) * self.nu + 2 * a * np.abs(g) * g_size
+        self.nu = (1 - a) * self.nu + a * g * g
+        denominator = np.sqrt(self.nu) + o.eps
+        self.z = self.z - o.lr * quotient(g, denominator)
+        down = (np.sign(self.z - self.x) * np.sign(g) < 0) | (o.momentum == 0)
+        self.x = np.where(down, self.x + (1 - o.momentum) * (self.z - self.x), self.x)
+        self.k += 1
+        moved = o.lr * quotient(g_size, denominator) * (1 + quotient(nu_size, 2 * self.nu))
+        self.size = {
+            "x": np.abs(self.x) + old_size + moved,
+            "dual_offset": np.abs(self.x) + old_size + moved,
+            "grad_sq_sum": nu_size,
+        }
+
+    def restart(self, x: Array, state: dict[str, Array], _: Settings) -> None:
+        self.x = x
+        self.nu, self.z = state["grad_sq_sum"], x + state.get("dual_offset", 0.0)
+
+    def state(self) -> dict[str, Array]:
+        return {"grad_sq_sum": self.nu, "dual_offset": self.z - self.x}

@@ -47,7 +47,7 @@ def _step(layout: Layout, row: Row, h: Hyper, finite: Tensor | None) -> None:
         layout.rule,
         h,
         k,
-        codec.random_bits(step.to(torch.int32), blocks.split(blocks.indices(param, first))),
+        codec.block_bits(step.to(torch.int32), blocks.split(blocks.indices(param, first))),
         x,
         g,
         blocks.codes_in_blocks(old),

@@ -42,8 +42,11 @@ def _step_sums(batch: Batch, h: Hyper) -> None:
             with torch.no_grad():
                 sums = distance.step_sums(xp, h, k, x, grad, state, new)
                 h.sums.add_(torch.stack(sums).to(h.sums.device))
+        exact = new_x
         if rounds:
             new_x = rounding.rounded(new_x, row, h.momentum)
+        if param.dtype != dtype:
+            rule.take_rounding(new, exact, new_x.to(param.dtype).to(dtype))
         finite = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
         values = (new_x, *(new[name] for name in names))
         for target, value in zip((param, *buffers), values, strict=True):

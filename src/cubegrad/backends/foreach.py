@@ -22,7 +22,7 @@ FUSED = False
 
 # Lists of the state's dtype that are alive at the rule's peak, measured over all options: the two
 # new sums, parts of a displacement, shrunk copies, and copies of half-precision input.
-ALIVE_AT_PEAK = 10
+ALIVE_AT_PEAK = 11
 # Small enough for malloc to serve from its heap: on 2 cores of a Xeon with 2 MiB of L2 each, 2^23
 # float32 elements took 155 ms a step in slices of 2^15, 650 ms in slices of 2^16 or whole.
 CPU_SLICE_BYTES = 2**17
@@ -44,6 +44,12 @@ class TensorList:
 
     def __sub__(self, other: Any) -> "TensorList":
         return TensorList(torch._foreach_sub(self.tensors, _operand(other)))
+
+    def __rtruediv__(self, number: float) -> "TensorList":
+        return TensorList([number / tensor for tensor in self.tensors])
+
+    def __le__(self, number: Any) -> "TensorList":
+        return TensorList([tensor <= number for tensor in self.tensors])
 
     def __mul__(self, other: Any) -> "TensorList":
         return TensorList(torch._foreach_mul(self.tensors, _operand(other)))
@@ -69,6 +75,16 @@ class ListFunctions:
 
     def cbrt(self, x: TensorList) -> TensorList:
         return x ** (1 / 3)
+
+    def sqrt(self, x: TensorList) -> TensorList:
+        return TensorList(torch._foreach_sqrt(x.tensors))
+
+    def sign(self, x: TensorList) -> TensorList:
+        return TensorList(torch._foreach_sign(x.tensors))
+
+    def where(self, condition: TensorList, a: TensorList, b: Any) -> TensorList:
+        pairs = zip(condition.tensors, a.tensors, strict=True)
+        return TensorList([torch.where(where, tensor, b) for where, tensor in pairs])
 
     def quotient(self, numerator: TensorList, denominator: TensorList) -> TensorList:
         inverses = torch._foreach_reciprocal(denominator.tensors)
@@ -176,10 +192,13 @@ def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     if h.sums is not None:
         sums = distance.step_sums(xp, h, k, x, grad, old, new)
         h.sums.add_(torch.stack(sums).to(h.sums.device))
+    exact = new_x
     if rounds:
         pairs = zip(new_x.tensors, rows, strict=True)
         new_x = TensorList([rounding.rounded(y, row, h.momentum) for y, row in pairs])
     torch._foreach_copy_(params, new_x.tensors)
+    if params[0].dtype != dtype:
+        rule.take_rounding(new, exact, TensorList([param.to(dtype) for param in params]))
     for name, targets in zip(names, state, strict=True):
         if new[name] is not old[name]:
             torch._foreach_copy_(targets, new[name].tensors)

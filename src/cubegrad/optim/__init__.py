@@ -1,15 +1,15 @@
-"""MADGRAD and MirrorMADGRAD: their arguments, and what they mean."""
+"""The optimizers: their arguments, and what they mean."""
 
 from typing import Any, Unpack
 
 from torch import Tensor
 
-from cubegrad import rule
+from cubegrad import cautions, options, rule
 from cubegrad.optim.auto import Shared, lr_of
 from cubegrad.optim.auto.lookup import estimated_lr
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
 
-__all__ = ["MADGRAD", "MirrorMADGRAD", "estimated_lr"]
+__all__ = ["MADGRAD", "MADGRADW", "MirrorMADGRAD", "estimated_lr"]
 
 
 class MADGRAD(BaseOptimizer):
@@ -77,6 +77,72 @@ class MADGRAD(BaseOptimizer):
             raise RuntimeError(
                 f"{what} needs lr='auto', and this optimizer has lr={group['lr']}; {remedy}"
             )
+
+
+class MADGRADW(BaseOptimizer):
+    """The member of MADGRAD's family that takes AdamW's settings as they are.
+
+    For k = 0, 1, …, with w the weight decay and c = 1 - momentum:
+
+        a_k     = 3/2 / (k + 3/2)
+        ν_{k+1} = (1 − a_k) ν_k + a_k g_k²
+        z_{k+1} = (1 − γ_k w) z_k − γ_k g_k / (√ν_{k+1} + ε)
+        x'      = (1 − γ_k w) x_k
+        x_{k+1} = x' + c (z_{k+1} − x') where (z_{k+1} − x') g_k < 0, else x'
+
+    The square root makes a step free of the gradient's scale, so lr and weight_decay are AdamW's
+    numbers. ν is a mean over the whole run, with the paper's weights √(k+1). A coordinate of x
+    follows z only where that goes down by the newest gradient; what is held back is not lost,
+    since z has moved. See docs/madgradw.md.
+
+    Args:
+        params: tensors, named tensors or groups, as any torch optimizer takes them.
+        lr: γ, AdamW's. A float or a tensor.
+        momentum: 1 - c, in [0, 1): AdamW's first beta. A plain 0 keeps ν alone: 4 instead of 8
+            bytes of state per float32 parameter. AdamW's pair of betas will do as well.
+        eps: ε, added to the square root.
+        weight_decay: decoupled decay, AdamW's.
+        amsgrad: must be False; taken so that an AdamW call runs unchanged.
+        betas: as AdamW takes them: the first is the momentum, the second is not needed.
+        decoupled_weight_decay: False makes an L2 term of weight_decay, as Adam has it.
+        decoupled_lr, maximize, foreach, fused, capturable, differentiable, stochastic_rounding: as
+            for `MADGRAD`.
+        compact: keep about 2 bytes of state per parameter instead of 8, of the tensors that
+            `MADGRAD` has codes for.
+    """
+
+    _rule = rule.MADGRADW
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        momentum: float | Tensor | tuple[float, float] = 0.9,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        betas: tuple[float, float] | None = None,
+        **flags: Unpack[Flags],
+    ) -> None:
+        if amsgrad:
+            options.refuse_unknown(type(self).__name__, ["amsgrad"])
+        flags.setdefault("decoupled_weight_decay", True)
+        group = _without_betas({"momentum": momentum} if betas is None else {"betas": betas})
+        super().__init__(params, lr, group["momentum"], weight_decay, eps, **flags)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(_without_betas(param_group))
+
+
+def _without_betas(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with a momentum where it has AdamW's betas."""
+    betas = group.get("betas", group.get("momentum")) if isinstance(group, dict) else None
+    if not isinstance(betas, tuple | list) and not (betas is not None and "betas" in group):
+        return group
+    momentum = options.momentum_of_betas(betas)
+    cautions.warn_of_betas(*betas)
+    return {name: own for name, own in group.items() if name != "betas"} | {"momentum": momentum}
 
 
 class MirrorMADGRAD(BaseOptimizer):

@@ -20,7 +20,7 @@ from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.step import step_groups
 from cubegrad.rule import Rule
-from cubegrad.state import checkpoint, state_dicts
+from cubegrad.state import checkpoint, layout, state_dicts
 from cubegrad.state.start import Starts
 
 Group = dict[str, Any]
@@ -89,6 +89,8 @@ class BaseOptimizer(Optimizer):
             "compact": compact,
             "stochastic_rounding": stochastic_rounding,
         }
+        if layout.names_itself(self._rule):
+            defaults["rule"] = self._rule.name
         options.check(defaults)
         defaults |= options.flags(defaults)
         self._repeats = Repeats()

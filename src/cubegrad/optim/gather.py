@@ -92,5 +92,5 @@ def _recover_at_last_eps(optimizer: "BaseOptimizer", group: Group) -> None:
     for param in group["params"]:
         entries = optimizer.state.get(param, {})
         held = layout.held(optimizer._rule, entries)
-        if "step" in entries and held is not None and held.recovers_start:
-            entries["initial_param"] = layout.recovered_start(held.rule, param, entries, last)
+        if "step" in entries and held is not None and held.rule.pulls and held.recovers_point:
+            entries["initial_param"] = layout.recovered_point(held.rule, param, entries, last)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cubegrad import codec, options, sharding
-from cubegrad.rule import RULES, Rule
+from cubegrad.rule import MADGRADW, RULES, Rule
 from cubegrad.state import blocks, conversion, layout, state_dicts
 
 Group = dict[str, Any]
@@ -38,6 +38,7 @@ def checked(
 ) -> Loaded:
     """Copies of the state dict's values, in the form the optimizer keeps them."""
     new_groups, new_state = state_dicts.parts(state_dict)
+    _check_rule(rule, new_groups)
     saved = [_group(defaults, new) for new in new_groups]
     owner = state_dicts.owners(groups, saved)
     _check_auto(rule, groups, saved)
@@ -63,7 +64,7 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     if missing:
         raise ValueError(
             f"a param group of the state dict lacks {missing}, so cubegrad did not write it; it "
-            f"has {sorted(map(str, new))}: {other_method(new) or FOREIGN}"
+            f"has {sorted(map(str, new))}: {other_method(new, defaults) or FOREIGN}"
         )
     group = defaults | deepcopy(new)
     group.setdefault("reference_lr", options.number("lr", group["lr"]))
@@ -75,8 +76,22 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     return group
 
 
-def other_method(group: Group) -> str | None:
+def _check_rule(rule: Rule, new_groups: list[Group]) -> None:
+    """Refuse the state of another rule that keeps the same buffers."""
+    own = rule.name if layout.names_itself(rule) else None
+    for new in new_groups:
+        if all(name in new for name in OURS) and new.get("rule") != own:
+            found = new.get("rule") or "madgrad's or mirror_madgrad"
+            raise ValueError(
+                f"the state dict is {found}'s, and {rule.name} gives the same buffers another "
+                "meaning; load it with the optimizer that saved it, or load only the weights"
+            )
+
+
+def other_method(group: Group, defaults: Group) -> str | None:
     """What to do with a param group of another optimizer than MADGRAD."""
+    if "betas" in group and defaults.get("rule") == MADGRADW.name:
+        return "give it to cubegrad.interop.convert(state_dict, optimizer) if it is of AdamW"
     for option, name in OTHER_METHODS.items():
         if option in group:
             return (
@@ -171,8 +186,8 @@ def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) 
     if held is None or "step" not in values:
         others = [other for other in RULES if _held(other, values)]
         remedy = state_dicts.WHOLE if layout.CODED_NAMES & values.keys() else FOREIGN
-        if others and others[0] != rule:
-            remedy = f"it is {others[0].name}'s, load it there"
+        if others and rule not in others:
+            remedy = f"it is {' or '.join(other.name for other in others)}'s, load it there"
         full = set(layout.full(rule).buffers)
         codes = [[*many.buffers] for many in layout.CODED_LAYOUTS[rule.name]]
         raise ValueError(
@@ -181,11 +196,11 @@ def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) 
             f"may be missing), or step and with compact=True {' or '.join(map(str, codes))}: "
             f"{remedy}"
         )
-    if held.recovers_start and layout.has_momentum(group["momentum"]):
+    if held.recovers_point and layout.has_momentum(group["momentum"]):
         raise ValueError(
-            f"the state of parameter {key!r} has no initial_param, which its group's "
+            f"the state of parameter {key!r} has no {rule.point}, which its group's "
             f"momentum={options.number('momentum', group['momentum'])} needs and state_dict() "
-            "always writes then (only a momentum of 0 gives x_0 back from the weights); "
+            "always writes then (it follows from the weights only after a momentum of 0); "
             f"{state_dicts.WHOLE}"
         )
     return held
@@ -212,8 +227,8 @@ def complete(
 ) -> None:
     """Make of torch's state dict, in place, what is saved.
 
-    Parameters that stepped without momentum and have some now get their x_0, as the next step
-    would recover it: a state dict with momentum always has it. Codes become bytes; those of
+    Parameters that stepped without momentum and have some now get their x_0 or z, as the next step
+    would make it: a state dict with momentum always has it. Codes become bytes; those of
     parameters that FSDP1 has flattened become sums.
     """
     try:
@@ -232,6 +247,6 @@ def complete(
                 continue
             if held.is_coded and isinstance(entries.get(held.start), Tensor):
                 entries[held.start] = blocks.as_bytes(entries[held.start], param)
-            if held.recovers_start and layout.has_momentum(group["momentum"]):
-                start = layout.recovered_start(rule, param, state[param], group["last_eps"])
-                entries["initial_param"] = start
+            if held.recovers_point and layout.has_momentum(group["momentum"]):
+                start = layout.recovered_point(rule, param, state[param], group["last_eps"])
+                entries[rule.point] = start

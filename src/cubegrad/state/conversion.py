@@ -36,7 +36,7 @@ def convert(param: Tensor, entries: Entries, to: Layout, eps: float) -> None:
     elif isinstance(held, CodedLayout):
         new = _decoded(param, entries, held, to, eps)
     else:  # the run went without momentum until now
-        new = {"initial_param": layout.recovered_start(to.rule, param, entries, eps)}
+        new = {to.rule.point: layout.recovered_point(to.rule, param, entries, eps)}
     for name in set(held.buffers) - set(to.buffers):
         del entries[name]
     entries.update(new)
@@ -76,16 +76,16 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
         if to.rule.pulls:
             away = rule.displacement(CodedFunctions, to.rule, eps, sums)
             initial = sums.get("initial_param", x + away)
-            z = initial - away
+            away_from_x = initial - away - x
             _store_initial(own, initial)
         else:
-            z = sums["z"]
+            away_from_x = sums.get("dual_offset", sums.get("z", x) - x)
         old_codes = blocks.codes_in_blocks(own)
         root = rule.root(CodedFunctions, to.rule, sums["grad_sq_sum"])
         offset: tuple[Any, Any] = (None, None)
         if own.offset is not None:
-            away_from_x = blocks.split(z - x)
-            offset = codec.encode_integers(CodedFunctions, away_from_x, codec.LARGEST_OFFSET)
+            numbers = blocks.split(away_from_x)
+            offset = codec.encode_integers(CodedFunctions, numbers, codec.LARGEST_OFFSET)
         codes = codec.encode(CodedFunctions, to.rule, offset, blocks.split(root), old_codes)
         for code, target in zip(codes, own, strict=True):
             if target is not None:
@@ -124,7 +124,9 @@ def _sums_of_codes(
     z = x if values.offset is None else x + values.offset
     grad_sq_sum = rule.power(held.rule, values.root)
     if not held.rule.pulls:
-        return {"grad_sq_sum": grad_sq_sum, "z": z}
+        offset = torch.zeros_like(x) if values.offset is None else values.offset
+        point = offset if held.rule.relative else z
+        return {"grad_sq_sum": grad_sq_sum, held.rule.point: point}
     assert values.initial is not None
     initial = torch.where(values.root == 0, z, values.initial)
     grad_sum = (initial - z) * (values.root + eps)  # s = (x_0 - z) (∛ν + ε)

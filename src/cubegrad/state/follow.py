@@ -5,7 +5,7 @@ lengthen d: a weight that is clipped at every step would be pulled ever harder. 
 that goes back towards x_0 shortens d, and with it s = d (∛ν + ε). The rest moves x_0. ν and the
 step count stay.
 
-Without a pull z is kept, and moves. Codes have z - x, so there only x_0 may have to move.
+Without a pull z is kept, and moves. Where z - x is kept, as in codes, only x_0 may have to move.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,7 +70,7 @@ def value(param: Tensor) -> Tensor:
 
 def is_concerned(held: Layout) -> bool:
     """Whether the state has anything that an edit changes."""
-    return held.rule.pulls or "z" in held.buffers or "offset_code" in held.buffers
+    return held.rule.pulls or held.keeps_point or "offset_code" in held.buffers
 
 
 def moved_params(old: Mapping[Tensor, Tensor], keeps_momentum: bool) -> set[Tensor]:
@@ -124,6 +124,9 @@ def follow(
         state = dict(zip(held.buffers, own, strict=True))
         if held.rule.pulls:
             _follow_in_sums(edit, held.rule, state, eps)
+        elif held.rule.relative:
+            if not momentum:
+                state["dual_offset"].masked_fill_(edit.moved, 0.0)
         else:
             state["z"].copy_(edit.start(state["z"], back=0.0))
 

@@ -27,18 +27,14 @@ class Layout(NamedTuple):
     form: str = "sums"  # or "codes": backends have a step for each
 
     @property
-    def keeps_initial_param(self) -> bool:
-        return self.rule.pulls and self.start is not None
+    def keeps_point(self) -> bool:
+        """Whether x_0, z or z - x is kept, so that x ≠ z until momentum was 0 for a step."""
+        return self.form == "sums" and self.rule.point in self.buffers
 
     @property
-    def recovers_start(self) -> bool:
-        """Whether x_0, which a pull needs, is found from x and the sums."""
-        return self.rule.pulls and self.start is None
-
-    @property
-    def holds_point(self) -> bool:
-        """Whether x_0 or z is kept, so that x ≠ z until momentum has been 0 for a step."""
-        return self.form == "sums" and self.start is not None
+    def recovers_point(self) -> bool:
+        """Whether momentum needs an x_0 that is found from x and the sums, or a z that is x."""
+        return self.form == "sums" and self.rule.point not in self.buffers
 
     @property
     def is_coded(self) -> bool:
@@ -188,9 +184,9 @@ CODED_NAMES = frozenset((*OFFSET, *ROOT, *INITIAL))
 
 
 def _layouts(rule: Rule) -> tuple[Layout, ...]:
-    if not rule.pulls:
-        return (Layout(rule, ("grad_sq_sum", "z"), "z"),)
-    return Layout(rule, (*SUMS, "initial_param"), "initial_param"), Layout(rule, SUMS, None)
+    sums = SUMS if rule.pulls else ("grad_sq_sum",)
+    start = None if rule.relative else rule.point
+    return Layout(rule, (*sums, rule.point), start), Layout(rule, sums, None)
 
 
 def _coded_layouts(rule: Rule) -> tuple[CodedLayout, ...]:
@@ -203,6 +199,12 @@ def _coded_layouts(rule: Rule) -> tuple[CodedLayout, ...]:
 # The layouts of each rule by its name, the one with the most buffers first.
 LAYOUTS = {rule.name: _layouts(rule) for rule in RULES}
 CODED_LAYOUTS = {rule.name: _coded_layouts(rule) for rule in RULES}
+
+
+def names_itself(rule: Rule) -> bool:
+    """Whether param groups have the rule's name: an older rule has buffers of the same names."""
+    older = RULES[: RULES.index(rule)]
+    return any(full(old, True).buffers == full(rule, True).buffers for old in older)
 
 
 def full(rule: Rule, coded: bool = False) -> Layout:
@@ -234,9 +236,9 @@ def has_momentum(momentum: float | Tensor) -> bool:
 def needed(rule: Rule, group: Mapping[str, Any], param: Tensor) -> Layout:
     """The smallest layout for this parameter in a step with its group's options.
 
-    Without momentum x is z. Then z - x need not be kept, and x_0 can be recovered from x and the
-    sums. Not if x is rounded more coarsely than the sums: then moves below x's last place would be
-    lost for good. (With codes, x is rounded at random, so that its mean is right.)
+    Without momentum x is z. Then neither z nor z - x need be kept, and x_0 can be recovered from x
+    and the sums. Not if x is rounded more coarsely than the sums: then moves below x's last place
+    would be lost for good. (With codes, x is rounded at random, so that its mean is right.)
     """
     momentum = has_momentum(group["momentum"])
     if group["compact"] and blocks.is_coded(param):
@@ -304,8 +306,12 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def recovered_start(rule: Rule, param: Tensor, entries: Mapping[str, Any], eps: float) -> Tensor:
-    """x_0 of a parameter that was stepped without momentum up to now."""
+def recovered_point(rule: Rule, param: Tensor, entries: Mapping[str, Any], eps: float) -> Tensor:
+    """x_0, z or z - x of a parameter that was stepped without momentum up to now."""
+    if rule.relative:
+        return torch.zeros_like(entries["grad_sq_sum"])
+    if not rule.pulls:
+        return full(rule).started(param)["z"]
     # Copies, since autograd may keep them while the step overwrites the originals.
     x = as_real(sharding.local(param)).clone()
     sums = {name: as_real(sharding.local(entries[name])).clone() for name in SUMS}

@@ -155,7 +155,7 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
 {
     const struct coded_row *row = &job->coded_rows[index];
     struct NAME(constants) h = NAME(constants_of)(job, *row->step);
-    int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
+    int plain = h.decay == 0 && h.sign == 1;
     struct rule rule = RULES[job->rule];
     int never_falls = rule.squares == WEIGHTED;
     /* With a larger eps every denominator can be inverted; MirrorMADGRAD's is 0 by default. */
@@ -180,7 +180,7 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
             NAME(decode)(&b, row, job->param, q, at, BLOCK, BLOCK);
         else
             NAME(decode)(&b, row, job->param, q, at, n, wide);
-        step(h, wide, param, grad, &b, seed + (uint32_t)at, sums ? &lanes : NULL);
+        step(h, wide, param, grad, &b, NAME(mixed)(seed + (uint32_t)at), sums ? &lanes : NULL);
         float_at *taking = job->param == SINGLE ? param : NULL;
         if (n == BLOCK)
             NAME(encode)(&b, row, taking, h, never_falls, low_bit, q, at, BLOCK, BLOCK);

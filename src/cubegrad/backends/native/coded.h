@@ -46,25 +46,25 @@ TARGET INLINE void NAME(decode_initial)(float *restrict x0, const char *restrict
         x0[i] *= scale;
 }
 
-/* ∛ν for a normal ν. */
+/* ∛ν for a normal ν, or √ν. */
 TARGET INLINE float NAME(short_root)(struct rule rule, float v)
 {
-    (void)rule; /* of which there is no other root yet */
-    return NAME(short_cbrt)(v);
+    return rule.root == 3 ? NAME(short_cbrt)(v) : NAME(square_root)(v);
 }
 
 /* ν, whose root this is. */
 TARGET INLINE float NAME(power)(struct rule rule, float r)
 {
-    (void)rule;
-    return r * r * r;
+    return rule.root == 3 ? r * r * r : r * r;
 }
 
 /* ν_{k+1} */
 TARGET INLINE float NAME(sq_sum)(struct rule rule, struct NAME(constants) h, float g, float r)
 {
     float v = NAME(power)(rule, r);
-    return rule.squares == WEIGHTED ? NAME(fused)(g * h.weight, g, v) : v * h.fade + g * g;
+    if (rule.squares == WEIGHTED)
+        return NAME(fused)(g * h.weight, g, v);
+    return v * h.fade + (rule.squares == FADING ? g : g * h.newest) * g;
 }
 
 /* r_{k+1}, and the random bits, whose integer arithmetic runs beside that of the roots. A ν that is
@@ -74,17 +74,18 @@ TARGET INLINE uint32_t NAME(new_roots)(struct rule rule, int plain, struct NAME(
                                        int64_t n, const float_at *restrict param,
                                        const float_at *restrict grad, const float *restrict r,
                                        float *restrict root, uint32_t *restrict bits,
-                                       uint32_t first, uint32_t *most)
+                                       uint32_t random, uint32_t *most)
 {
     uint32_t least = UINT32_MAX, largest = 0;
     for (int64_t i = 0; i < n; i++) {
         float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
         float new = NAME(short_root)(rule, v);
         uint32_t lower = bits_of(v) - 1;
-        least = lower < least ? lower : least;
+        if (rule.root == 3)
+            least = lower < least ? lower : least;
         largest = bits_of(v) > largest ? bits_of(v) : largest;
-        bits[i] = NAME(mixed)(first + (uint32_t)i);
-        if (!rule.pulls)
+        bits[i] = random + (uint32_t)i * WEYL;
+        if (rule.root == 3 && !rule.pulls)
             new = v < (float)INFINITY ? new : v;
         if (rule.squares == WEIGHTED) /* not changed by rounding alone */
             new = g * h.weight * g == 0 ? r[i] : new;
@@ -117,9 +118,10 @@ TARGET INLINE void NAME(from_root)(struct rule rule, enum kind kind, int plain, 
 {
     /* Of float32, x without its part of the rounding error yet: z if it takes in all. */
     float reach = kind == SINGLE ? 1 - (1 - h.share) * (1 - h.c) : h.c;
+    float held_reach = kind == SINGLE ? h.share : 0; /* with a momentum of 1 */
     for (int64_t i = 0; i < n; i++) {
         float p = param[i], x = SHRUNK(p), offset = SHRUNK(m[i]);
-        float weighted = EFFECTIVE(grad[i], p) * h.weight, move = weighted, away = 0;
+        float g = EFFECTIVE(grad[i], p), weighted = g * h.weight, move = weighted, away = 0;
         if (rule.pulls) {
             away = SHRUNK(x0[i]) - x - offset;
             away = r[i] == 0 ? 0 : away; /* d_k = x_0 - z_k */
@@ -130,7 +132,8 @@ TARGET INLINE void NAME(from_root)(struct rule rule, enum kind kind, int plain, 
             inverse = inverse == (float)INFINITY ? 0 : inverse;
         move = move * inverse + 0;   /* z_k - z_{k+1} */
         float ahead = move - offset; /* x_k - z_{k+1} */
-        float y = x - ahead * reach;
+        int held = rule.holds && NAME(is_held)(h, ahead, g);
+        float y = x - ahead * (held ? held_reach : reach);
         if (kind != SINGLE)
             y = kind == HALF ? NAME(round_half)(y, bits[i]) : NAME(round_bfloat16)(y, bits[i]);
         if (lanes) {
@@ -139,20 +142,20 @@ TARGET INLINE void NAME(from_root)(struct rule rule, enum kind kind, int plain, 
             NAME(add)(asking, lanes, i, COUNTED(grad[i], p, since) * h.weight, since, s, u, root[i]);
         }
         param[i] = y;
-        m[i] = kind == SINGLE ? ahead * (h.c - 1) : x - y - ahead;
+        m[i] = kind == SINGLE ? ahead * (held ? -1 : h.c - 1) : x - y - ahead;
     }
 }
 
 /* n numbers of a block from one on; n is a multiple of LANES, here and in what it calls. */
 TARGET INLINE void NAME(step_part)(struct rule rule, enum kind kind, int plain,
                                    struct NAME(constants) h, int64_t from, int64_t n, float_at *x,
-                                   const float_at *g, struct NAME(block) *b, uint32_t first,
+                                   const float_at *g, struct NAME(block) *b, uint32_t random,
                                    struct NAME(lanes) *lanes)
 {
     float *m = b->m + from, *r = b->r + from, *x0 = b->x0 + from, *root = b->root + from;
     uint32_t *bits = b->bits + from;
-    x += from, g += from, first += (uint32_t)from;
-    uint32_t most, least = NAME(new_roots)(rule, plain, h, n, x, g, r, root, bits, first, &most);
+    x += from, g += from, random += (uint32_t)from * WEYL;
+    uint32_t most, least = NAME(new_roots)(rule, plain, h, n, x, g, r, root, bits, random, &most);
     if (least < bits_of(FLT_MIN) - 1)
         NAME(small_roots)(rule, h, n, x, g, r, root);
     if (!rule.pulls || !lanes)
@@ -171,14 +174,14 @@ TARGET INLINE void NAME(step_part)(struct rule rule, enum kind kind, int plain,
    loops are unrolled, and the next begins before the last has ended. It saves 7 % of a step. */
 TARGET INLINE void NAME(step_block)(struct rule rule, enum kind kind, int plain,
                                     struct NAME(constants) h, int64_t n, float_at *x,
-                                    const float_at *g, struct NAME(block) *b, uint32_t first,
+                                    const float_at *g, struct NAME(block) *b, uint32_t random,
                                     struct NAME(lanes) *lanes)
 {
     if (plain && n == BLOCK && !lanes)
         for (int64_t i = 0; i < BLOCK; i += BLOCK / 2)
-            NAME(step_part)(rule, kind, plain, h, i, BLOCK / 2, x, g, b, first, NULL);
+            NAME(step_part)(rule, kind, plain, h, i, BLOCK / 2, x, g, b, random, NULL);
     else
-        NAME(step_part)(rule, kind, plain, h, 0, n & -LANES, x, g, b, first, lanes);
+        NAME(step_part)(rule, kind, plain, h, 0, n & -LANES, x, g, b, random, lanes);
 }
 
 typedef void NAME(block_function)(struct NAME(constants), int64_t, float_at *, const float_at *,
@@ -186,11 +189,11 @@ typedef void NAME(block_function)(struct NAME(constants), int64_t, float_at *, c
 
 #define FOR_CASE(name, kind, plain, ...)                                                           \
     TARGET static void NAME(name)(struct NAME(constants) h, int64_t n, float_at *x,                \
-                                  const float_at *g, struct NAME(block) *b, uint32_t first,        \
+                                  const float_at *g, struct NAME(block) *b, uint32_t random,       \
                                   struct NAME(lanes) *lanes)                                       \
     {                                                                                              \
         const struct rule rule = {__VA_ARGS__};                                                    \
-        NAME(step_block)(rule, kind, plain, h, n, x, g, b, first, lanes);                          \
+        NAME(step_block)(rule, kind, plain, h, n, x, g, b, random, lanes);                          \
     }
 #define FOR_KIND(name, kind, ...)                                                                  \
     FOR_CASE(name##_##kind, kind, 0, __VA_ARGS__)                                                  \

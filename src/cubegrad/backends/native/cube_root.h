@@ -1,4 +1,4 @@
-/* A cube root that the compiler can vectorise, for one real type at one level of instructions.
+/* Roots that the compiler can vectorise, for one real type at one level of instructions.
    kernels.h includes this file for each. */
 
 #define PASTE(name, type, level) name##_##type##_##level
@@ -51,6 +51,15 @@ TARGET INLINE REAL NAME(fused)(REAL a, REAL b, REAL c)
     return __builtin_fma(a, b, c);
 #else
     return __builtin_fmaf(a, b, c);
+#endif
+}
+
+TARGET INLINE REAL NAME(square_root)(REAL x)
+{
+#if WIDE
+    return __builtin_sqrt(x);
+#else
+    return __builtin_sqrtf(x);
 #endif
 }
 

@@ -15,16 +15,16 @@ TARGET INLINE REAL NAME(displacement)(REAL s, REAL root, REAL eps)
     return s * (inverse == (REAL)INFINITY ? 0 : inverse);
 }
 
-/* ∛ν */
+/* ∛ν, or √ν */
 TARGET INLINE REAL NAME(root)(struct rule rule, REAL v)
 {
-    (void)rule; /* of which there is no other root yet */
-    return NAME(cbrt)(v);
+    return rule.root == 3 ? NAME(cbrt)(v) : NAME(square_root)(v);
 }
 
 struct NAME(constants) {
     REAL weight; /* λ_k */
-    REAL fade;   /* √(k/(k+1)) */
+    REAL fade;   /* what is left of ν where g is 0, unless it is a sum */
+    REAL newest; /* a_k, of a mean */
     REAL c;      /* 1 - momentum */
     REAL share;  /* of codes: codec.share */
     REAL shrink, eps, decay, sign;
@@ -63,18 +63,20 @@ TARGET static void NAME(fold)(struct NAME(lanes) *restrict lanes, struct lanes *
     }
 }
 
-/* Of gradient, parameter and state, what the step starts from. PLAIN: without decay, maximize or
-   a GradScaler, which spares a tenth of the instructions. */
+/* Of gradient, parameter and state, what the step starts from. `plain`: without coupled decay,
+   maximize or a GradScaler, which spares a tenth of the instructions. */
 #define LOSS(g) (plain ? (g) : (g) * h.sign)
 #define EFFECTIVE(g, p) (plain ? (g) : LOSS(g) + (h.decay != 0 ? (p) * h.decay : 0))
-#define SHRUNK(x) (plain ? (x) : (x) * h.shrink)
+#define SHRUNK(x) ((x) * h.shrink)
 /* In λ_k ⟨g_k, x_0 - x_k⟩ decay counts only where it makes the product smaller. */
 #define COUNTED(g, p, away) (!plain && (p) * (away) < 0 ? EFFECTIVE(g, p) : LOSS(g))
 
 /* ν_{k+1} */
 TARGET INLINE REAL NAME(add_square)(struct rule rule, struct NAME(constants) h, REAL v, REAL g)
 {
-    return rule.squares == WEIGHTED ? v + g * h.weight * g : v * h.fade + g * g;
+    if (rule.squares == WEIGHTED)
+        return v + g * h.weight * g;
+    return v * h.fade + (rule.squares == FADING ? g : g * h.newest) * g;
 }
 
 /* ν_{k+1} and its roots. They are a loop of their own, since what follows waits for them: the processor
@@ -95,6 +97,13 @@ TARGET INLINE void NAME(add_squares)(int plain, struct rule rule, struct NAME(co
         grad_sq_sum[i] = v;
         root[i] = NAME(root)(rule, v);
     }
+}
+
+/* Whether x stays: z lies uphill by the newest gradient, or that is 0. Without momentum x is z. */
+TARGET INLINE int NAME(is_held)(struct NAME(constants) h, REAL ahead, REAL g)
+{
+    BITS differ = NAME(to_bits)(ahead) ^ NAME(to_bits)(g);
+    return (h.c != 1) & ((differ >> (8 * sizeof differ - 1) != 0) | (g == 0));
 }
 
 TARGET INLINE void NAME(pull)(int plain, int asking, struct NAME(constants) h, int64_t n,
@@ -143,27 +152,36 @@ TARGET INLINE void NAME(pull_without_start)(int plain, struct rule rule, struct 
     }
 }
 
-/* Mirror descent. */
-TARGET INLINE void NAME(move)(int plain, struct rule rule, struct NAME(constants) h, int64_t n,
-                                        NAME(at) *restrict param, const NAME(at) *restrict grad,
-                                        NAME(at) *restrict grad_sq_sum, NAME(at) *restrict dual)
+/* Mirror descent. Without momentum x is z, and `dual` is NULL. */
+TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct NAME(constants) h,
+                              int64_t n, NAME(at) *restrict param, const NAME(at) *restrict grad,
+                              NAME(at) *restrict grad_sq_sum, NAME(at) *restrict dual)
 {
     for (int64_t i = 0; i < n; i++) {
         REAL x = SHRUNK(param[i]);
         REAL g = EFFECTIVE(grad[i], param[i]);
         REAL v = NAME(add_square)(rule, h, grad_sq_sum[i], g);
-        REAL move = NAME(displacement)(g * h.weight, NAME(root)(rule, v), h.eps);
-        REAL z = SHRUNK(dual[i]) - (move + 0); /* z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε) */
+        REAL move = NAME(displacement)(g * h.weight, NAME(root)(rule, v), h.eps) + 0;
         grad_sq_sum[i] = v;
-        dual[i] = z;
-        param[i] = x - (x - z) * h.c;
+        if (has_dual) {
+            REAL point = SHRUNK(dual[i]), z = point - move;
+            REAL ahead = rule.relative ? move - point : x - z; /* x_k - z_{k+1} */
+            REAL c = rule.holds && NAME(is_held)(h, ahead, g) ? 0 : h.c;
+            REAL y = x - ahead * c;
+            dual[i] = rule.relative ? x - y - ahead : z;
+            param[i] = y;
+        } else {
+            param[i] = x - move;
+        }
     }
 }
 
 TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, double k)
 {
     const struct numbers *n = &job->numbers;
+    struct rule rule = RULES[job->rule];
     double c = 1 - n->momentum, part = c / LEAST_EXACT * (c / LEAST_EXACT);
+    double growth = rule.growth_root == 2 ? sqrt(k + 1) : rule.growth_root == 3 ? cbrt(k + 1) : 1;
     return (struct NAME(constants)){
         .c = (REAL)c,
         .share = (REAL)(part < 1 ? part : 1),
@@ -171,8 +189,9 @@ TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, d
         .eps = (REAL)n->eps,
         .decay = (REAL)n->weight_decay,
         .sign = (REAL)n->sign,
-        .weight = (REAL)(n->lr * (RULES[job->rule].growth_root == 2 ? sqrt(k + 1) : cbrt(k + 1))),
-        .fade = (REAL)sqrt(k / (k + 1)),
+        .weight = (REAL)(n->lr * growth),
+        .fade = (REAL)(rule.squares == AVERAGED ? k / (k + 1.5) : sqrt(k / (k + 1))),
+        .newest = (REAL)(1.5 / (k + 1.5)),
     };
 }
 

@@ -11,14 +11,14 @@ from cubegrad.backends import fused
 from cubegrad.backends.batch import Batch
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.rule import FADING, WEIGHTED, Rule
+from cubegrad.rule import AVERAGED, FADING, WEIGHTED, Rule
 
 if tensors.native is None:
     raise ImportError(tensors.missing)
 
 NAME = "cpu"
 FUSED = True
-SQUARES = (WEIGHTED, FADING)  # as the enum of step.h names them
+SQUARES = (WEIGHTED, FADING, AVERAGED)  # as the enum of step.h names them
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 CODES = 4  # the kind of a state in codes
 LEVELS = ("baseline", "avx2", "avx512")
@@ -71,7 +71,9 @@ class Launch:
 
 def _index(rule: Rule) -> int:
     """The rule's place among those that step.h has loops for."""
-    fields = (rule.root, rule.growth_root, SQUARES.index(rule.squares), rule.pulls)
+    squares = SQUARES.index(rule.squares)
+    shape = (rule.pulls, rule.holds, rule.relative)
+    fields = (rule.root, rule.growth_root or 0, squares, *shape)
     index: int = tensors.native.RULES.index(fields)
     return index
 

@@ -18,7 +18,8 @@ TARGET INLINE void NAME(prefetch)(struct NAME(chunk) t, int64_t i)
     prefetch(t.next_param + i * t.param_width, LANES * sizeof(REAL));
     prefetch(t.next_grad + i * t.grad_width, LANES * sizeof(REAL));
     prefetch(t.a + AHEAD + i, LANES * sizeof(REAL));
-    prefetch(t.b + AHEAD + i, LANES * sizeof(REAL));
+    if (t.b)
+        prefetch(t.b + AHEAD + i, LANES * sizeof(REAL));
     if (t.c)
         prefetch(t.c + AHEAD + i, LANES * sizeof(REAL));
 }
@@ -59,8 +60,10 @@ TARGET INLINE void NAME(update_part)(int plain, struct rule rule, struct NAME(co
 {
     if (rule.pulls)
         NAME(pull_without_start)(plain, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
+    else if (t.b)
+        NAME(move)(plain, 1, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
     else
-        NAME(move)(plain, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
+        NAME(move)(plain, 0, rule, h, n, t.param + i, t.grad + i, t.a + i, NULL);
 }
 
 TARGET INLINE void NAME(update)(int plain, struct rule rule, struct NAME(constants) h, int64_t n,
@@ -148,7 +151,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
 {
     const struct row *row = &job->rows[index];
     struct NAME(constants) h = NAME(constants_of)(job, *row->step);
-    int plain = h.shrink == 1 && h.decay == 0 && h.sign == 1;
+    int plain = h.decay == 0 && h.sign == 1;
     int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
     REAL x[CHUNK], g[CHUNK];
     struct NAME(lanes) lanes = {0};
@@ -160,7 +163,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
             .param = (NAME(at) *)param,
             .grad = (const NAME(at) *)grad,
             .a = (NAME(at) *)row->a + at,
-            .b = (NAME(at) *)row->b + at,
+            .b = row->b ? (NAME(at) *)row->b + at : NULL,
             .c = row->c ? (NAME(at) *)row->c + at : NULL,
             .next_param = param + AHEAD * param_width,
             .next_grad = grad + AHEAD * grad_width,
@@ -192,12 +195,20 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
 #undef UPDATE
         for (int64_t i = 0; t.c && i < n && h.shrink != 1; i++)
             t.c[i] *= h.shrink;
+        REAL exact[CHUNK]; /* of x, if z is kept as z - x */
+        int takes = RULES[job->rule].relative && t.b && job->param != job->state;
+        if (takes)
+            memcpy(exact, x, (size_t)n * sizeof *x);
 #if !WIDE
         if (job->at_random)
             NAME(round_at_random)(job, row, at, x, n);
 #endif
         if (job->param != job->state)
             NAME(store)(param, x, job->param, n);
+        if (takes)
+            NAME(load)(x, param, job->param, n);
+        for (int64_t i = 0; takes && i < n; i++)
+            t.b[i] += exact[i] - x[i];
         if (sums && (at + CHUNK >= end || (at - begin) % FOLD == FOLD - CHUNK))
             NAME(fold)(&lanes, sums);
     }

@@ -25,6 +25,7 @@
 #define CUT 17
 #define BINADES (7 << 23)
 #define LEAST_EXACT 0.099
+#define WEYL 0x06099b33u /* as codec.WEYL */
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));
 typedef int16_t short_at __attribute__((aligned(1), may_alias));

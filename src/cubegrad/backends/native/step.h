@@ -10,15 +10,16 @@ enum kind { HALF, BFLOAT16, SINGLE, DOUBLE, CODES };
 
 /* The fields of rule.Rule that a step asks for. The loops get one as a constant; RULE lists those that
    there are loops for, each with its record. */
-enum squares { WEIGHTED, FADING };
+enum squares { WEIGHTED, FADING, AVERAGED };
 struct rule {
-    int root, growth_root;
+    int root, growth_root; /* of λ_k; 0: it is γ_k */
     enum squares squares;
-    int pulls;
+    int pulls, holds, relative;
 };
 #define FOR_EACH_RULE(RULE)                                                                        \
-    RULE(MADGRAD, 3, 2, WEIGHTED, 1)                                                               \
-    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0)
+    RULE(MADGRAD, 3, 2, WEIGHTED, 1, 0, 0)                                                         \
+    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0, 0, 0)                                                    \
+    RULE(MADGRADW, 2, 0, AVERAGED, 0, 1, 1)
 #define INDEX(name, ...) name,
 enum rule_index { FOR_EACH_RULE(INDEX) RULE_COUNT };
 #undef INDEX
@@ -31,7 +32,8 @@ enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
 /* The addresses of a tensor and its state, and its number of elements, as fused.addresses lists them.
-   With a pull a is s, b is nu, c is x_0 or NULL; else a is nu, b is z, c is NULL. */
+   With a pull a is s, b is nu, c is x_0 or NULL; else a is nu, b is z,
+   z - x or NULL, c is NULL. */
 struct row {
     void *param, *a, *b, *c;
     float *step;

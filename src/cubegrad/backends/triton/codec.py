@@ -7,6 +7,8 @@ import triton.language as tl
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers beside it are integers
 MAGIC_BITS = tl.constexpr(0x4B400000)
 BINADES = tl.constexpr(7 << 23)
+WEYL = tl.constexpr(0x06099B33)
+SMALLEST = tl.constexpr(2.0**-126)  # normal number
 # Triton's own logarithm and quotient are exact to the last bit, and take a third of the kernel's
 # instructions. NVIDIA's compiler knows the short ones.
 APPROXIMATE = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
@@ -51,9 +53,16 @@ def inverse(x, MAY_BE_ZERO: tl.constexpr):
 
 
 @triton.jit
-def short_root(x, ROOT: tl.constexpr):
-    """∛x within about an ulp, for a normal number x > 0; NaN for inf and NaN."""
-    tl.static_assert(ROOT == 3)
+def short_root(x, ROOT: tl.constexpr, NO_EPS: tl.constexpr):
+    """The root within about an ulp: of x ≥ 0 if it is a square root, of a normal number if a cube
+    root, which is NaN for inf.
+
+    The short square root of a subnormal number is 0, which matters beside no usual ε.
+    """
+    if ROOT == 2:
+        if APPROXIMATE and not NO_EPS:
+            return _special(x, "sqrt")
+        return tl.sqrt_rn(x)
     logarithm = _special(x, "lg2") if APPROXIMATE else tl.log2(x)
     power = logarithm * (-1 / 3)  # of two; p = 1/∛x
     power = _special(power, "ex2") if APPROXIMATE else tl.exp2(power)
@@ -62,17 +71,25 @@ def short_root(x, ROOT: tl.constexpr):
 
 
 @triton.jit
+def root_of_any(v, ROOT: tl.constexpr, NO_EPS: tl.constexpr):
+    """`short_root` of any v ≥ 0; 0 where the logarithm would take v for 0."""
+    root = short_root(v, ROOT, NO_EPS)
+    if ROOT == 3:
+        root = tl.where(v < SMALLEST, 0.0, root)
+        root = tl.where(v < float("inf"), root, v)
+    return root
+
+
+@triton.jit
 def power(root, ROOT: tl.constexpr):
     """ν, whose root this is."""
-    tl.static_assert(ROOT == 3)
-    return root * root * root
+    return root * root * root if ROOT == 3 else root * root
 
 
 @triton.jit
 def raised(root, growth, ROOT: tl.constexpr):
     """`power` and what ν grows by, rounded once."""
-    tl.static_assert(ROOT == 3)
-    return tl.fma(root * root, root, growth)
+    return tl.fma(root * root, root, growth) if ROOT == 3 else tl.fma(root, root, growth)
 
 
 @triton.jit

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from cubegrad.backends.triton.codec import (
+    SMALLEST,
+    WEYL,
     decode_root,
     encode_offset,
     encode_root,
@@ -12,13 +14,16 @@ from cubegrad.backends.triton.codec import (
     mixed,
     power,
     raised,
+    root_of_any,
     rounded,
     share,
     short_root,
 )
 from cubegrad.backends.triton.kernel import (
+    add_square,
     factors,
     increment_counts,
+    is_held,
     number,
     store_sums,
 )
@@ -26,7 +31,6 @@ from cubegrad.backends.triton.kernel import (
 ROW = tl.constexpr(16)  # what fused.coded_addresses gives, and four numbers more: 128 bytes
 COUNT = tl.constexpr(7)  # the place of the step count in a row
 BLOCK = tl.constexpr(256)
-SMALLEST = tl.constexpr(2.0**-126)  # normal number
 LANES = tl.constexpr(32)  # sums side by side: one for each thread of the warp
 
 
@@ -68,19 +72,21 @@ def _add(sums, terms, finite):
 def _update(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     width, column, length, spacing, index,
-    weight, fade, momentum, shrink, eps, decay, sign, agreement, product, roots,
-    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr,
-    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
+    weight, fade, newest, momentum, shrink, eps, decay, sign, agreement, product, roots,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr,
+    PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """One block of `width` coordinates, the first at this column of its row of the parameter.
 
-    `weight` is λ_k, `fade` what a fading ν fades by. FORM "whole": it is full and lies on 16-byte
-    boundaries; "even": its width is a multiple of 16. Returns the three sums with this block added,
-    if SUMS.
+    `weight`, `fade` and `newest` are what `factors` gives. FORM "whole": it is full and lies on
+    16-byte boundaries; "even": its width is a multiple of 16. Returns the three sums with this
+    block added, if SUMS.
     """
     code = tl.arange(0, BLOCK)
     place = code
+    part = share(momentum)
     # For "even" in a form that tells the compiler that 16 neighbours are in or out together.
     mask = code // 16 < width // 16 if FORM == "even" else code < width
     if FORM == "whole":
@@ -102,13 +108,15 @@ def _update(
     if PULLS:
         x0, x0_at = _load(x0_at, code, mask, tl.int16 if P == tl.float32 else P, FORM)
         x0_scale, x0_scale_at = _scale(x0_scale_at)
-    random = mixed(index.to(tl.uint32) + code.to(tl.uint32))
+    random = mixed(index.to(tl.uint32)) + code.to(tl.uint32) * WEYL
 
     p, loss_g = p.to(tl.float32), g.to(tl.float32)
     g, x = loss_g, p
     if not PLAIN:
         loss_g = loss_g * sign
-        g, x = loss_g + p * decay, p * shrink
+        g = loss_g + p * decay
+    if SHRINKS:
+        x = p * shrink
     root = decode_root(r_code, m_code, r_scale, HAS_OFFSET)
     weighted = g * weight
     if HAS_OFFSET:
@@ -117,14 +125,12 @@ def _update(
     if SQUARES == "weighted":
         growth = weighted * g
         v = raised(root, growth, ROOT)
-        new_root = short_root(v, ROOT)
+        new_root = short_root(v, ROOT, NO_EPS)
         # Not changed by rounding alone, nor by a growth that the logarithm would take for 0.
         new_root = tl.where(growth < SMALLEST, root, new_root)
     else:
-        v = power(root, ROOT) * fade + g * g
-        new_root = tl.where(v < SMALLEST, 0.0, short_root(v, ROOT))
-    if not PULLS:  # else z is NaN either way
-        new_root = tl.where(v < float("inf"), new_root, v)
+        v = add_square(power(root, ROOT), weight, g, fade, newest, SQUARES)
+        new_root = root_of_any(v, ROOT, NO_EPS)
     force = weighted
     if PULLS:
         x0 = integer(x0) if P == tl.float32 else x0.to(tl.float32)
@@ -133,7 +139,7 @@ def _update(
             away = away - decayed_m
         away = tl.where(r_code == 0, 0.0, away)  # d_k = x_0 - z_k
         force = tl.fma(-away, new_root - root, weighted)
-        if not PLAIN:
+        if SHRINKS:
             if shrink != 1:
                 tl.store(x0_scale_at, x0_scale * shrink)
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
@@ -153,8 +159,9 @@ def _update(
     tl.store(r_at, (r_code >> 1).to(tl.uint8), mask)
     tl.store(r_scale_at, r_scale)
     ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
+    if HOLDS:
+        momentum = tl.where(is_held(momentum, ahead, g), 1.0, momentum)
     if HAS_OFFSET and P == tl.float32:
-        part = share(momentum)
         m_code, m_scale, m = encode_offset(ahead * -momentum, random)
         # z_{k+1} less the decoded offset, if x takes in all of the rounding error.
         reached = tl.fma(-ahead, tl.zeros_like(ahead) + (1 - (1 - part) * momentum), x)
@@ -176,10 +183,11 @@ def _update(
 def _step_blocks(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     todo, column, length, spacing, index,
-    weight, fade, momentum, shrink, eps, decay, sign,
-    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr,
-    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
+    weight, fade, newest, momentum, shrink, eps, decay, sign,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr,
+    PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """As many blocks as there are to do; the addresses are those of the first."""
     zeros = tl.zeros((LANES,), tl.float32)
@@ -188,9 +196,10 @@ def _step_blocks(
         width = BLOCK if FORM == "whole" else tl.minimum(length - column, BLOCK)
         agreement, product, roots = _update(
             p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-            width, column, length, spacing, index, weight, fade, momentum, shrink,
+            width, column, length, spacing, index, weight, fade, newest, momentum, shrink,
             eps, decay, sign, agreement, product, roots,
-            ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, FORM, SUMS,
+            ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS, FORM,
+            SUMS,
         )  # fmt: skip
         if FORM != "whole":
             column += width
@@ -211,14 +220,16 @@ def step_coded_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, NO_EPS: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
+    NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
 
     ALL_WHOLE: all blocks of all parameters are "whole", which spares a fifth of the registers.
     LOW_BIT: 1 if the offset's code has the lowest bit of the root's, 0 without momentum. PLAIN:
-    without decay, maximize or a GradScaler. NO_EPS: ε may be 0, or as good as 0.
+    without coupled decay, maximize or a GradScaler; SHRINKS: with decoupled decay. NO_EPS: ε may be
+    0, or as good as 0.
     """
     S: tl.constexpr = tl.float32
     eps, decay, sign = number(eps, S), number(decay, S), number(sign, S)
@@ -233,7 +244,7 @@ def step_coded_units(
         block = tl.load(units + 2 * tl.program_id(0) + 1) * span
         at = rows + row * ROW
         k = tl.load(tl.load(at + COUNT).to(tl.pointer_type(tl.float32)))
-        weight, fade = factors(lr, k, GROWTH_ROOT)
+        weight, fade, newest = factors(lr, k, GROWTH_ROOT, SQUARES)
         blocks, length = tl.load(at + 8).to(tl.int32), tl.load(at + 9).to(tl.int32)
         spacing = tl.load(at + 11).to(tl.int32)
         in_row = (length + BLOCK - 1) // BLOCK
@@ -251,34 +262,34 @@ def step_coded_units(
         if ALL_WHOLE:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, momentum, shrink,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
                 eps, decay, sign,
-                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole",
-                sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
+                "whole", sums is not None,
             )  # fmt: skip
         elif even & (length % BLOCK == 0):
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, momentum, shrink,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
                 eps, decay, sign,
-                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "whole",
-                sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
+                "whole", sums is not None,
             )  # fmt: skip
         elif even:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, momentum, shrink,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
                 eps, decay, sign,
-                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "even",
-                sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
+                "even", sums is not None,
             )  # fmt: skip
         else:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, momentum, shrink,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
                 eps, decay, sign,
-                ROOT, SQUARES, PULLS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, NO_EPS, "any",
-                sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
+                "any", sums is not None,
             )  # fmt: skip
         if sums is not None:
             store_sums(sums, agreement, product, roots)

@@ -41,21 +41,39 @@ def square_root(x):
 
 @triton.jit
 def root_of(v, ROOT: tl.constexpr):
-    """∛ν."""
-    tl.static_assert(ROOT == 3)
-    return cbrt(v)
+    """∛ν, or √ν."""
+    return cbrt(v) if ROOT == 3 else square_root(v)
 
 
 @triton.jit
-def factors(lr, k, GROWTH_ROOT: tl.constexpr):
-    """λ_k, and what a fading ν fades by."""
-    return lr * (square_root(k + 1) if GROWTH_ROOT == 2 else cbrt(k + 1)), square_root(k / (k + 1))
+def factors(lr, k, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr):
+    """λ_k; what is left of ν where g is 0, unless it is a sum; and a_k, of a mean."""
+    weight = lr
+    if GROWTH_ROOT == 2:
+        weight = lr * square_root(k + 1)
+    if GROWTH_ROOT == 3:
+        weight = lr * cbrt(k + 1)
+    if SQUARES == "averaged":
+        return weight, k / (k + 1.5), 1.5 / (k + 1.5)
+    return weight, square_root(k / (k + 1)), k
 
 
 @triton.jit
-def add_square(v, weight, g, fade, SQUARES: tl.constexpr):
+def add_square(v, weight, g, fade, newest, SQUARES: tl.constexpr):
     """ν_{k+1}"""
-    return v + g * weight * g if SQUARES == "weighted" else v * fade + g * g
+    if SQUARES == "weighted":
+        return v + g * weight * g
+    return v * fade + (g * newest if SQUARES == "averaged" else g) * g
+
+
+@triton.jit
+def is_held(momentum, ahead, g):
+    """Whether x stays: z lies uphill by the newest gradient, or that is 0.
+
+    Without momentum x is z.
+    """
+    down = tl.where(g > 0, ahead, tl.where(g < 0, -ahead, 0.0))
+    return down <= tl.where(momentum != 0, 0.0, -float("inf"))
 
 
 @triton.jit
@@ -90,13 +108,13 @@ def _load(address, offsets, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update_pulled(
-    p_at, g_at, s_at, v_at, x0_at, left, weight, fade, momentum, shrink, eps, decay, sign,
+    p_at, g_at, s_at, v_at, x0_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
     agreement, product, roots, place, first, length, spacing,
-    ROOT: tl.constexpr, SQUARES: tl.constexpr, CENTRED: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, HAS_POINT: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """One block of a rule with a pull; CENTRED: x_0 is kept.
+    """One block of a rule with a pull; HAS_POINT: x_0 is kept.
 
     WHOLE: all of the block lies inside the tensor, and on 16-byte boundaries. Returns the three
     sums with this block added, if SUMS. DECAYS: `decay` is not 0.
@@ -111,10 +129,10 @@ def _update_pulled(
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
     x = p * shrink
     s = old_s * shrink + g * weight  # s_{k+1} = s_k + λ_k g_k
-    v = add_square(old_v, weight, g, fade, SQUARES)
+    v = add_square(old_v, weight, g, fade, newest, SQUARES)
     tl.store(s_at, s, mask)
     tl.store(v_at, v, mask)
-    if CENTRED:
+    if HAS_POINT:
         x0, x0_at = _load(x0_at, offsets, mask, S, WHOLE)
         away = x0 - p
     else:
@@ -129,7 +147,7 @@ def _update_pulled(
         agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # λ_k g_k (x_0 - x_k)
         product += _pieces(s * u, finite, BLOCK)  # s_{k+1} (x_0 - z_{k+1})
         roots += _pieces(root, finite, BLOCK)  # ∛ν_{k+1}
-    if CENTRED:
+    if HAS_POINT:
         x0 = x0 * shrink
         if shrink != 1:
             tl.store(x0_at, x0, mask)
@@ -145,11 +163,12 @@ def _update_pulled(
 
 @triton.jit
 def _update_moved(
-    p_at, g_at, v_at, z_at, left, weight, fade, momentum, shrink, eps, decay, sign,
+    p_at, g_at, v_at, z_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
     place, first, length, spacing, ROOT: tl.constexpr, SQUARES: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One block of a rule without a pull."""
+    """One block of a rule without a pull; HAS_POINT: z is kept, if RELATIVE as z - x."""
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
     p, p_at = _load(p_at, offsets, mask, P, WHOLE)
@@ -157,38 +176,51 @@ def _update_moved(
     p = p.to(S)
     g = g.to(S) * sign + p * decay
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
-    old_z, z_at = _load(z_at, offsets, mask, S, WHOLE)
     x = p * shrink
-    v = add_square(old_v, weight, g, fade, SQUARES)
-    move = _over(g * weight, root_of(v, ROOT), eps)
-    z = old_z * shrink - (move + 0.0)  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
-    x = x - (x - z) * (1 - momentum)
+    v = add_square(old_v, weight, g, fade, newest, SQUARES)
+    move = _over(g * weight, root_of(v, ROOT), eps) + 0.0
     tl.store(v_at, v, mask)
-    tl.store(z_at, z, mask)
+    if HAS_POINT:
+        point, z_at = _load(z_at, offsets, mask, S, WHOLE)
+        if RELATIVE:
+            ahead = move - point * shrink  # x_k - z_{k+1}
+        else:
+            z = point * shrink - move  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
+            tl.store(z_at, z, mask)
+            ahead = x - z
+        share = 1 - momentum
+        if HOLDS:
+            share = tl.where(is_held(momentum, ahead, g), 0.0, share)
+        new = x - ahead * share
+    else:
+        new = x - move
     if place is not None:
-        x = rounded_at(x, place, first, length, spacing, P, BLOCK)
-    tl.store(p_at, x.to(P), mask)
+        new = rounded_at(new, place, first, length, spacing, P, BLOCK)
+    tl.store(p_at, new.to(P), mask)
+    if HAS_POINT and RELATIVE:
+        tl.store(z_at, x - new.to(P).to(S) - ahead, mask)
 
 
 @triton.jit
 def _update(
-    p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
+    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
     agreement, product, roots, place, first, length, spacing,
-    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, CENTRED: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    SUMS: tl.constexpr, DECAYS: tl.constexpr,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
+    RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """One block; `weight` is λ_k, `fade` what a fading ν fades by."""
+    """One block; `weight`, `fade` and `newest` are what `factors` gives."""
     if PULLS:
         agreement, product, roots = _update_pulled(
-            p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-            agreement, product, roots, place, first, length, spacing,
-            ROOT, SQUARES, CENTRED, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
+            p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink,
+            eps, decay, sign, agreement, product, roots, place, first, length, spacing,
+            ROOT, SQUARES, HAS_POINT, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
         )  # fmt: skip
     else:
         _update_moved(
-            p_at, g_at, a_at, b_at, left, weight, fade, momentum, shrink, eps, decay, sign,
-            place, first, length, spacing, ROOT, SQUARES, P, G, S, BLOCK, WHOLE,
+            p_at, g_at, a_at, b_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
+            place, first, length, spacing,
+            ROOT, SQUARES, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, WHOLE,
         )  # fmt: skip
     return agreement, product, roots
 
@@ -245,12 +277,12 @@ def step_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
-    CENTRED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
-    ROOT, GROWTH_ROOT, SQUARES and PULLS are the fields of the rule.
+    ROOT, GROWTH_ROOT, SQUARES, PULLS, HOLDS and RELATIVE are the fields of the rule.
 
     `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
@@ -265,7 +297,7 @@ def step_units(
     finite = True if found_inf is None else tl.load(found_inf) == 0
     if finite:
         p_at, g_at, a_at, b_at, c_at, k, left = _unit(rows, grads, units, length, P, G, S)
-        weight, fade = factors(lr, k, GROWTH_ROOT)
+        weight, fade, newest = factors(lr, k, GROWTH_ROOT, SQUARES)
         place, first, row_length, spacing = None, None, None, None
         if AT_RANDOM:
             place, first, row_length, spacing = place_of(rows, ROW, units, length, momentum)
@@ -275,17 +307,19 @@ def step_units(
         for _ in range(0, tl.minimum(left, length), BLOCK):
             if aligned & (left >= BLOCK):
                 agreement, product, roots = _update(
-                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
+                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, CENTRED, P, G, S, BLOCK, True, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, True,
+                    sums is not None, DECAYS,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
-                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, momentum, shrink,
+                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink,
                     eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, CENTRED, P, G, S, BLOCK, False, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, False,
+                    sums is not None, DECAYS,
                 )  # fmt: skip
             left -= BLOCK
             if AT_RANDOM:

@@ -39,7 +39,8 @@ SPAN = 3 * BLOCK
 # programs end; the more, the less they look up.
 CODED_SPANS = (8, 32)
 MANY_BLOCKS = 2**18
-SMALL_EPS = 1e-30  # above, 1/(∛ν + ε) is finite in float32
+# Above, 1/(∛ν + ε) is finite in float32, and √ν matters only where ν is a normal number.
+SMALL_EPS = {3: 1e-30, 2: 1e-12}
 PACK_DOUBLES = struct.Struct("6d").pack
 UNPACK_INTEGERS = struct.Struct("6q").unpack
 
@@ -70,12 +71,14 @@ class Plan(NamedTuple):
     warps: int
     registers: tuple[int, int]  # for a thread, without sums and with them
     constants: tuple[Any, ...]
+    root: int  # of the rule
     has_offset: bool = False  # codes of z - x
 
 
 def fields(rule: Rule) -> tuple[Any, ...]:
     """What the kernels take of a rule, as constants."""
-    return rule.root, rule.growth_root, rule.squares, rule.pulls
+    shape = (rule.pulls, rule.holds, rule.relative)
+    return rule.root, rule.growth_root or 0, rule.squares, *shape
 
 
 def _plan(batch: Batch) -> Plan:
@@ -86,14 +89,14 @@ def _plan(batch: Batch) -> Plan:
         for *row, length, first, spacing in fused.addresses(batch)
     ]
     dtypes = (DTYPES[tensor.dtype] for tensor in (param, grad, buffers[0]))
-    form = (*fields(batch.layout.rule), batch.layout.keeps_initial_param)
+    form = (*fields(batch.layout.rule), batch.layout.keeps_point)
     at_random = batch.rounds
     constants = (*form, *dtypes, BLOCK, at_random)
     # With 64 registers the sums cost 7 % of the kernel's time, with 80 0.8 %. With 8 more, rounding
     # at random puts no more of them into memory than rounding to nearest.
     registers = (72, 88) if at_random else (64, 80)
     sizes = [row[fused.SIZES["sums"]] for row in rows]
-    return Plan(step_units, rows, sizes, SPAN, 4, registers, constants)
+    return Plan(step_units, rows, sizes, SPAN, 4, registers, constants, batch.layout.rule.root)
 
 
 def _coded_plan(batch: Batch) -> Plan:
@@ -104,9 +107,11 @@ def _coded_plan(batch: Batch) -> Plan:
     whole = all(map(_is_whole, numbers))
     dtypes = (DTYPES[tensor.dtype] for tensor in batch.rows[0][:2])
     has_offset = "offset_code" in batch.layout.buffers
-    constants = (*fields(batch.layout.rule), has_offset, *dtypes, whole)
+    rule = batch.layout.rule
+    constants = (*fields(rule), has_offset, *dtypes, whole)
     registers = (72, 96) if whole else (80, 96)
-    return Plan(step_coded_units, rows, sizes, span, 1, registers, constants, has_offset)
+    form = (constants, rule.root, has_offset)
+    return Plan(step_coded_units, rows, sizes, span, 1, registers, *form)
 
 
 PLANS = {"sums": _plan, "codes": _coded_plan}  # by the form of the state
@@ -170,7 +175,8 @@ class Launch:
         if self.plan.kernel is step_coded_units:
             low_bit = isinstance(h.momentum, Tensor) or h.momentum != 0
             has_offset = self.plan.has_offset
-            own = int(low_bit and has_offset), _is_plain(h), h.eps < SMALL_EPS
+            no_eps = h.eps < SMALL_EPS[self.plan.root]
+            own = int(low_bit and has_offset), _is_plain(h), h.shrink is not None, no_eps
         else:  # with decay the sums need more registers than a thread has
             own = (h.sums is not None and h.weight_decay != 0,)
         variant, constants = own + variant, constants + own
@@ -211,8 +217,8 @@ class Launch:
 
 
 def _is_plain(h: Hyper) -> bool:
-    """Without decay, maximize or a GradScaler, which spares a tenth of the instructions."""
-    return h.shrink is None and not h.weight_decay and not h.maximize and h.grad_scale is None
+    """Without coupled decay, maximize or a GradScaler, which spares some of the instructions."""
+    return not h.weight_decay and not h.maximize and h.grad_scale is None
 
 
 def _cut(sizes: list[int], length: int) -> Tensor:
