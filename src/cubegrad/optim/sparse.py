@@ -1,37 +1,31 @@
 """Row-sparse gradients: the rows that have one, cut out for a dense step and put back.
 
 Without momentum a coordinate with no gradient does not move, so a step over the rows with one
-is the whole step. Momentum moves every coordinate, and so does decay. Decoupled decay is done with
-the gradient made dense; coupled decay and momentum are refused.
+is the whole step, but for a ν that fades in all rows. Momentum moves every coordinate, and so does
+decay. Decoupled decay is done with the gradient made dense; coupled decay and momentum are refused.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from cubegrad import options
+from cubegrad import options, rule
 from cubegrad.backends.batch import Backend, Batch, Member, Row
 from cubegrad.options import Hyper
-from cubegrad.rule import Rule
 from cubegrad.state.layout import as_real
 
 
-def check(rule: Rule, group: dict[str, Any]) -> None:
+def check(group: dict[str, Any]) -> None:
     """Refuse a sparse gradient if the step would move rows that have none."""
     for index, param in enumerate(group["params"]):
         if param.grad is not None and param.grad.is_sparse:
-            reason = _obstacle(rule, group)
+            reason = _obstacle(group)
             if reason:
                 name = options.name_of(group, index)
                 raise RuntimeError(f"{name} has a sparse gradient, and {reason}")
 
 
-def _obstacle(rule: Rule, group: dict[str, Any]) -> str | None:
-    if not rule.never_falls:
-        return (
-            "MirrorMADGRAD changes grad_sq_sum in every row at every step; use MADGRAD with "
-            "momentum=0, or sparse=False in the embedding"
-        )
+def _obstacle(group: dict[str, Any]) -> str | None:
     if group["auto_lr"]:
         return (
             "lr='auto' needs sums over all rows; use sparse=False in the embedding, or a number "
@@ -88,14 +82,19 @@ def _rows_suffice(
         return False
     if member.layout.needs_indices(member.owner, at_random):
         return False  # rows that are cut out lose them
-    return not member.layout.holds_point or member.owner in settled
+    if h.found_inf is not None and not member.layout.rule.never_falls:
+        return False  # ν fades only if the step happens
+    return not member.layout.keeps_point or member.owner in settled
 
 
 def _step_rows(backend: Backend, h: Hyper, member: Member) -> None:
     param, grad, step, buffers, _ = member.row
     grad = grad.coalesce()
-    rows = tuple(grad.indices())
+    rows, used = tuple(grad.indices()), member.layout.rule
     cut = [tensor[rows] for tensor in (param, *buffers)]
+    if not used.never_falls:
+        k = step if h.on_device else step.item()
+        as_real(buffers[member.layout.buffers.index("grad_sq_sum")]).mul_(rule.fade(used, k))
     x, *state = map(as_real, cut)
     row = Row(x, as_real(grad.values()), step, tuple(state))
     backend.step(Batch(member.layout, [row]), h)

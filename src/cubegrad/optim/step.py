@@ -111,7 +111,7 @@ def check_group(optimizer: "BaseOptimizer", group: Group) -> Backend:
     """Refuse what cannot be stepped; returns the backend for what can."""
     options.flags(group)  # someone may have changed them since they were checked
     inputs.check_grads(optimizer._rule, group, optimizer.state)
-    sparse.check(optimizer._rule, group)
+    sparse.check(group)
     return optimizer._backend(group)
 
 
