@@ -1,4 +1,4 @@
-"""MADGRAD for JAX: optax transformations that run rule.py."""
+"""MADGRAD and its relatives for JAX: optax transformations that run rule.py."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from cubegrad import rule
+from cubegrad import cautions, rule
 from cubegrad.optax import auto
 from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import Settings, Tree, checked, refuse_auto, warn_of_coupled_decay
@@ -17,12 +17,15 @@ __all__ = [
     "AutoMadgradState",
     "CompactAutoMadgradState",
     "CompactMadgradState",
+    "CompactMadgradwState",
     "CompactMirrorMadgradState",
     "Estimate",
     "MadgradState",
+    "MadgradwState",
     "MirrorMadgradState",
     "estimated_lr",
     "madgrad",
+    "madgradw",
     "mirror_madgrad",
 ]
 
@@ -101,6 +104,26 @@ class CompactMirrorMadgradState(NamedTuple):
     root_scale: Tree
 
 
+class MadgradwState(NamedTuple):
+    """The step count, and trees shaped like the parameters; z - x is None where it is not kept."""
+
+    count: Array  # type: ignore[assignment]  # k
+    grad_sq_sum: Tree  # ν_k, a mean
+    dual_offset: Tree  # z_k - x_k
+
+
+class CompactMadgradwState(NamedTuple):
+    """`MadgradwState` with compact=True, as `CompactMadgradState`."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree  # uint8: √ν
+    root_scale: Tree
+
+
 def madgrad(
     learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-2,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -174,14 +197,46 @@ def mirror_madgrad(
 ) -> optax.GradientTransformationExtraArgs:
     """The mirror-descent form of MADGRAD, as `cubegrad.MirrorMADGRAD` derives it.
 
-    z is part of the state, so there is no x_0 and no pull towards it. Arguments as for `madgrad`,
-    with eps 0 by default; compact=True keeps 2 bytes instead of 8. Without a sum of gradients the
-    learning rate cannot be estimated.
+    z is part of the state, unless momentum is a plain 0, so there is no pull to x_0. Arguments as
+    for `madgrad`, with eps 0 by default; compact=True keeps 2 bytes instead of 8. Without a sum of
+    gradients the learning rate cannot be estimated.
     """
-    refuse_auto(learning_rate)
+    refuse_auto("mirror_madgrad", learning_rate)
     settings = checked(Settings(**locals()))
     state_type = CompactMirrorMadgradState if compact else MirrorMadgradState
     return transformation(rule.MIRROR_MADGRAD, state_type, settings)
+
+
+def madgradw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: optax.ScalarOrSchedule = 0.9,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 1e-4,
+    mask: Tree | Callable[[Tree], Tree] | None = None,
+    *,
+    b1: ArrayLike | None = None,
+    b2: ArrayLike | None = None,
+    decoupled_weight_decay: bool = True,
+    decoupled_lr: bool = False,
+    reference_lr: ArrayLike | None = None,
+    maximize: bool = False,
+    state_dtype: DTypeLike | None = None,
+    compact: bool = False,
+    stochastic_rounding: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """The member of MADGRAD's family that takes the settings of `optax.adamw` as they are.
+
+    See `cubegrad.MADGRADW` for the method. learning_rate, eps, weight_decay (decoupled) and mask
+    mean what they do there, with the same defaults. b1 is another name for momentum, and b2 is not
+    needed. The other arguments as for `madgrad`; compact=True keeps 2 bytes instead of 8.
+    """
+    refuse_auto("madgradw", learning_rate)
+    momentum = momentum if b1 is None else b1
+    if b2 is not None:
+        cautions.warn_of_betas(momentum, b2)
+    settings = checked(Settings(**{k: v for k, v in locals().items() if k not in ("b1", "b2")}))
+    state_type = CompactMadgradwState if compact else MadgradwState
+    return transformation(rule.MADGRADW, state_type, settings)
 
 
 def estimated_lr(state: Tree) -> Array:

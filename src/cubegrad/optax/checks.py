@@ -77,11 +77,11 @@ def is_auto(learning_rate: Any) -> bool:
     return isinstance(learning_rate, str) and learning_rate == "auto"
 
 
-def refuse_auto(learning_rate: Any) -> None:
-    """Refuse "auto" for the mirror form."""
+def refuse_auto(method: str, learning_rate: Any) -> None:
+    """Refuse "auto" for a method without a sum of gradients."""
     if is_auto(learning_rate):
         raise ValueError(
-            "learning_rate='auto' must be a number or a schedule in mirror_madgrad, which keeps no "
+            f"learning_rate='auto' must be a number or a schedule in {method}, which keeps no "
             "gradient sum to estimate it from; use madgrad"
         )
 

@@ -202,7 +202,7 @@ def _step(
 ) -> Result:
     real = _real(param)
     x, g = (_blocks(a.astype(jnp.float32)) for a in (real, _real(grad)))
-    bits = codec.random_bits(count, _indices(x.shape, first_row, row_length(real.shape)))
+    bits = codec.block_bits(count, _indices(x.shape, first_row, row_length(real.shape)))
     k, old = count.astype(jnp.float32), _in_blocks(codes)
     new_x, new, sums = run(k, bits, x, g, old, param.dtype.name, with_sums)
     move = _joined(-(x - new_x), real.shape)  # -0 where nothing moves, which changes no bit

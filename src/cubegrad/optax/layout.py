@@ -12,11 +12,12 @@ from cubegrad.optax.checks import Settings
 
 SUMS = ("grad_sum", "grad_sq_sum")  # start at 0
 POINTS = ("initial_param", "z")  # start as copies of the parameter
+OFFSET = "dual_offset"  # starts at 0
 
 
 def buffer_names(state_type: Any) -> tuple[str, ...]:
     """The fields of a state that are trees of buffers, in the order of the rule's arguments."""
-    known = (*SUMS, *POINTS, *codes.BUFFERS)
+    known = (*SUMS, *POINTS, OFFSET, *codes.BUFFERS)
     return tuple(name for name in state_type._fields if name in known)
 
 
@@ -52,10 +53,11 @@ def _initial_buffer(settings: Settings, name: str, param: Array) -> Array | None
         sum_dtype = point_dtype if jnp.iscomplexobj(param) else jnp.dtype(settings.state_dtype)
     if name in SUMS:
         return jnp.zeros_like(param, dtype=sum_dtype)
-    # Without momentum x_0 can be recovered from x, s and ν, unless one of them is stored rounded.
-    recoverable = settings.no_momentum and param.dtype == sum_dtype == point_dtype
-    if name == "initial_param" and recoverable:
+    # Without momentum z is x, and x_0 can be recovered, unless something is stored rounded.
+    if settings.no_momentum and param.dtype == sum_dtype == point_dtype:
         return None
+    if name == OFFSET:
+        return jnp.zeros_like(param, dtype=point_dtype)
     return jnp.array(param, dtype=point_dtype, copy=True)
 
 

@@ -19,6 +19,8 @@ MAKERS = {
     "CompactAutoMadgradState": 'madgrad("auto", compact=True)',
     "MirrorMadgradState": "mirror_madgrad",
     "CompactMirrorMadgradState": "mirror_madgrad(compact=True)",
+    "MadgradwState": "madgradw",
+    "CompactMadgradwState": "madgradw(compact=True)",
 }
 START_OVER = "start over from the weights as they are: state = tx.init(params)"
 SHOWN = 3  # paths in a message
@@ -27,10 +29,11 @@ SHOWN = 3  # paths in a message
 def as_type(state_type: Any, state: Any) -> Any:
     """The state as a `state_type`; a checkpoint may restore a plain tuple."""
     fields, own = state_type._fields, getattr(state, "_fields", None)
-    if isinstance(state, tuple | list) and own in (None, fields) and len(state) == len(fields):
+    name, needed = type(state).__name__, state_type.__name__
+    fits = own in (None, fields) and (name == needed or name not in MAKERS)
+    if isinstance(state, tuple | list) and fits and len(state) == len(fields):
         state = _with_count(state_type(*state))
         return state._replace(estimate=_estimate(state.estimate)) if "estimate" in fields else state
-    name, needed = type(state).__name__, state_type.__name__
     found = f"of type {name}"
     remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
     if maker := MAKERS.get(name):
@@ -114,7 +117,13 @@ def check_buffers(
         held = {name: v for name, v in zip(names, values, strict=True) if v is not None}
         in_codes = "root_code" in held
         wanted = [name for name in names if name.endswith(("_code", "_scale")) is in_codes]
-        at_rest = ("initial_param", "offset_code", "offset_scale")  # not kept at momentum 0
+        at_rest = (
+            "initial_param",
+            "z",
+            "dual_offset",
+            "offset_code",
+            "offset_scale",
+        )  # not kept at momentum 0
         lacks = [n for n in wanted if n not in held and not (settings.no_momentum and n in at_rest)]
         if lacks:
             why = ""

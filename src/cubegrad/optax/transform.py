@@ -167,12 +167,15 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
             new |= zip(SUMS, auto.stored_sums(h, step, old, new), strict=True)
         results.append(new)
     new = from_real_parts(results)
-    move_dtype = leaf.param.dtype
+    move_dtype, exact = leaf.param.dtype, new["param"]
     if settings.rounds_at_random and move_dtype.name in codec.ROUND:
         new["param"] = rounding.rounded(h, count, move_dtype.name, new["param"])
         move_dtype = jnp.float32  # as of codes: no move in half precision leads to every number
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
     move = (-(arrays["param"] - new["param"])).astype(move_dtype)
+    if leaf.param.dtype.name in codec.ROUND:  # what `optax.apply_updates` makes of it
+        stored = (leaf.param + move).astype(leaf.param.dtype)
+        rules.take_rounding(new, exact, stored.astype(dtype))
     stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
 

@@ -133,6 +133,7 @@ def where_finite(x: Array, value: Array) -> Array:
 
 
 where = jnp.where
+sign = jnp.sign
 
 
 @jax.custom_jvp
@@ -172,6 +173,8 @@ ALL_TERMS = SimpleNamespace(**vars(TERMS) | {"where_finite": lambda _, terms: te
 # What codec.py takes as xp.
 CODEC = SimpleNamespace(
     **vars(TOTALS),
+    sqrt=sqrt,
+    sign=sign,
     where=jnp.where,
     isfinite=jnp.isfinite,
     round=jnp.round,
