@@ -1,6 +1,7 @@
-"""Checkpoints of other MADGRAD packages, read in: those of madgrad, timm and pytorch_optimizer.
+"""Checkpoints of other optimizers, read in: other MADGRAD packages', and AdamW's for MADGRADW.
 
-They keep the paper's quantities under other names, and step by lr + eps where the paper has lr.
+The packages madgrad, timm and pytorch_optimizer keep the paper's quantities under other names, and
+step by lr + eps where the paper has lr.
 """
 
 import warnings
@@ -8,7 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from cubegrad import options
-from cubegrad.state import state_dicts
+from cubegrad.state import from_adamw, state_dicts
 from cubegrad.state.checkpoint import OURS, other_method
 
 Group = dict[str, Any]
@@ -30,13 +31,18 @@ KNOWN = {*NAMES, "step"}
 def convert(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Turn another package's state dict into one for MADGRAD, or MirrorMADGRAD if it was that.
 
-    The run then continues as it would have there, with three exceptions. Decoupled decay becomes
-    cubegrad's, with a warning. A scheduler that overwrites lr has to add eps itself. Steps are
-    counted per parameter, as in timm; madgrad and pytorch_optimizer have one count for all, so a
-    parameter that misses a gradient falls behind their count. No package saves maximize: build
-    the new optimizer with it. Entries that a wrapper has added stay as they are.
+    One of torch's AdamW or Adam becomes MADGRADW's: ν is Adam's mean of squares, z lies where the
+    next step goes on as Adam's would, and betas[0] is the momentum.
+
+    A run of another package continues as it would have there, with three exceptions. Decoupled
+    decay becomes cubegrad's, with a warning. A scheduler that overwrites lr has to add eps itself.
+    Steps are counted per parameter, as in timm; madgrad and pytorch_optimizer have one count for
+    all, so a parameter that misses a gradient falls behind their count. No package saves maximize:
+    build the new optimizer with it. Entries that a wrapper has added stay as they are.
     """
     groups, state = _parts(state_dict)
+    if any(isinstance(group, dict) and "betas" in group for group in groups):
+        return from_adamw.convert(state_dict)
     package = _package(groups, "k" in state)
     new_groups = [_group(package, group) for group in groups]
     owner = {key: group for group in new_groups for key in group["params"]}
@@ -89,7 +95,7 @@ def _package(groups: list[Group], has_k: bool) -> str:
             found = ["madgrad"]  # which once saved no flag, and reads a missing one as False
         if len(found) != 1 or not set(OPTIONS) <= set(group):
             names = f"{sorted(map(str, group))} in param group {index}"
-            remedy = None if found else other_method(group)
+            remedy = None if found else other_method(group, {})
             if remedy:
                 raise ValueError(f"the state dict has {names}; {remedy}")
             raise _unknown(names, f"{[*OPTIONS]} and one of {[*PACKAGES]}")
