@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cubegrad import sharding
 from cubegrad.codec import BLOCK
-from cubegrad.rule import MADGRAD, MIRROR_MADGRAD, Rule
+from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, Rule
 from cubegrad.state import layout
 
 __all__ = ["Estimate", "Kept", "estimate", "table"]
@@ -104,6 +104,10 @@ class _Optimizer(NamedTuple):
 
 
 OPTIMIZERS = (
+    _Optimizer("MADGRADW compact, gradient release", _ours(MADGRADW, True), frees_gradients=True),
+    _Optimizer("MADGRADW compact", _ours(MADGRADW, True)),
+    _Optimizer("MADGRADW compact, momentum 0", _ours(MADGRADW, True, momentum=0.0)),
+    _Optimizer("MADGRADW, float32 state", _ours(MADGRADW, False)),
     _Optimizer("MADGRAD compact, gradient release", _ours(MADGRAD, True), frees_gradients=True),
     _Optimizer("MADGRAD compact", _ours(MADGRAD, True)),
     _Optimizer("MADGRAD compact, momentum 0", _ours(MADGRAD, True, momentum=0.0)),

@@ -12,7 +12,7 @@ import torch
 from command_line import refused
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, memory
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, memory
 from cubegrad.study import cli
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +61,10 @@ def prodigy(params):
 
 
 BUILD = {
+    "MADGRADW compact, gradient release": lambda params: MADGRADW(params, compact=True),
+    "MADGRADW compact": lambda params: MADGRADW(params, compact=True),
+    "MADGRADW compact, momentum 0": lambda params: MADGRADW(params, compact=True, momentum=0.0),
+    "MADGRADW, float32 state": MADGRADW,
     "MADGRAD compact, gradient release": lambda params: MADGRAD(params, compact=True),
     "MADGRAD compact": lambda params: MADGRAD(params, compact=True),
     "MADGRAD compact, momentum 0": lambda params: MADGRAD(params, compact=True, momentum=0.0),

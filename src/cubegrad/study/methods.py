@@ -50,6 +50,15 @@ METHODS: dict[str, Method] = {
         (1.0, 1.0),
         estimates=True,
     ),
+    # At AdamW's own settings where a search of its own is not wanted.
+    "madgradw": Method("MADGRADW", cubegrad.MADGRADW, (1e-4, 1e-2), like="adamw", decoupled=True),
+    "madgradw-compact": Method(
+        "MADGRADW, compact",
+        partial(cubegrad.MADGRADW, compact=True),
+        (1e-4, 1e-2),
+        like="madgradw",
+        decoupled=True,
+    ),
     "mirror-madgrad-compact": Method(
         "MirrorMADGRAD, compact",
         partial(cubegrad.MirrorMADGRAD, compact=True),
