@@ -12,7 +12,8 @@ their best rate with several decays. Else it begins in the middle of the preset'
 without decay if there is 0 among the decays, else (and where decay is decoupled) with the middle
 one. It goes on to the neighbours of the best setting until none is better, so no best value is at
 an edge, unless that is six values (`Plan.widen`) beyond the preset's. The best setting then runs
-with further seeds. MADGRAD with a state in codes takes the setting of MADGRAD.
+with further seeds. MADGRAD with a state in codes takes the setting of MADGRAD, and MADGRADW, also
+in codes, that of AdamW.
 
 Each problem has a folder in --out. Runs that are there or in --known are not repeated, and a search
 goes on from the best of them, whatever made them; those of `finetune` in --known do not count. With
@@ -42,7 +43,8 @@ from shared.earlier import known
 from shared.shared_device import Job, Wanted
 
 SEARCHED = ("sgd", "madgrad", "adam", "adamw", "adagrad", "mirror-madgrad", "madgrad-auto")
-COMPACT = "madgrad-compact"
+# Methods that run at the best setting of another, with nothing searched.
+AT_ITS_BEST = {"madgrad": ("madgrad-compact",), "adamw": ("madgradw", "madgradw-compact")}
 
 
 class Trial(NamedTuple):
@@ -76,7 +78,15 @@ TRIALS = {
         ),
         Trial("fastmri", 150, epochs=4, decays=DECAYS, seeds=5),  # each head is tested once
     ),
-    "cpu": (Trial("digits", 10),),
+    "cpu": (
+        Trial("digits", 10, seeds=5),
+        Trial("finetune", 10, seeds=5),
+        Trial("bookwiki", 20, seeds=5),
+        Trial("iwslt14", 30, seeds=5),
+        Trial("imagenet", 30, seeds=5),
+        Trial("cifar10", 30, seeds=5),
+        Trial("fastmri", 40, seeds=5),
+    ),
 }
 
 
@@ -217,10 +227,8 @@ def wanted(
             yield from ((trial, one) for one in missing)
             if best is None:
                 continue
-            entries = [entry]
-            if method == "madgrad":
-                entries.append(methods.entry(COMPACT, plan.preset))
-            for one in entries:
+            names = (method, *AT_ITS_BEST.get(method, ()))
+            for one in (methods.entry(name, plan.preset) for name in names):
                 for seed in range(1, (options.seeds or trial.seeds) + 1):
                     yield trial, plan.settings(one, best, seed, hold_out=False)
 
