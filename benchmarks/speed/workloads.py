@@ -15,6 +15,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from shared.shapes import Shape, gpt2, resnet50
 
 ADAM_FUSED = "torch Adam fused"
+ADAMW_FUSED = "torch AdamW fused"
+MADGRADW = "cubegrad MADGRADW"
+MADGRADW_COMPACT = "cubegrad MADGRADW compact"
 MADGRAD_DEFAULT = "cubegrad MADGRAD"
 COMPACT = "cubegrad MADGRAD compact"
 
@@ -42,6 +45,27 @@ CUBEGRAD_EAGER = Contender(
 )
 AUTO = {"lr": "auto", "fused": True}
 CONTENDERS = (
+    Contender(MADGRADW, "cubegrad", "MADGRADW", {"fused": True}, beside=ADAMW_FUSED),
+    Contender(
+        MADGRADW_COMPACT,
+        "cubegrad",
+        "MADGRADW",
+        {"fused": True, "compact": True},
+        beside=ADAMW_FUSED,
+    ),
+    Contender(
+        "cubegrad MADGRADW compact, momentum=0",
+        "cubegrad",
+        "MADGRADW",
+        {"fused": True, "compact": True, "momentum": 0.0},
+    ),
+    Contender(
+        "cubegrad MADGRADW compact, graph replay",
+        "cubegrad",
+        "MADGRADW",
+        {"fused": True, "compact": True, "capturable": True},
+        graph=True,
+    ),
     Contender(MADGRAD_DEFAULT, "cubegrad", "MADGRAD"),
     Contender("cubegrad MADGRAD fused", "cubegrad", "MADGRAD", {"fused": True}),
     Contender(
@@ -110,6 +134,7 @@ CONTENDERS = (
     Contender("cubegrad MADGRAD momentum=0", "cubegrad", "MADGRAD", {"momentum": 0.0}),
     Contender("cubegrad MirrorMADGRAD", "cubegrad", "MirrorMADGRAD"),
     Contender(ADAM_FUSED, "torch.optim", "Adam", {"fused": True}),
+    Contender(ADAMW_FUSED, "torch.optim", "AdamW", {"fused": True}),
     Contender(
         "torch Adam fused, graph replay",
         "torch.optim",
