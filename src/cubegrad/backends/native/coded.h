@@ -1,215 +1,247 @@
-/* The loops of a step on states in codes, over one block at one level of instructions. A block is
-   decoded into buffers that stay in the nearest cache, stepped, and encoded. Every loop has numbers
-   of one size, unless it reads or writes codes: the compiler makes short vectors of a loop that
-   mixes them. blocks.h includes this file. */
+/* The loops of a step on states in codes, over vectors of a block at one level of instructions. blocks.h
+   includes this file. `step_root` and `step_point` make of codes the numbers after the step, which stay
+   in the nearest cache. Once all of a block are known, and so its scales, `encode` makes codes of them.
+
+   There are fewer instructions for `plain` steps: without coupled decay, maximize or a GradScaler, and
+   with a momentum up to 0.9, but not 0. The arithmetic is the same. */
 
 struct NAME(block) {
-    _Alignas(64) float x[BLOCK], g[BLOCK], m[BLOCK], r[BLOCK], x0[BLOCK], root[BLOCK];
-    uint32_t bits[BLOCK];
-    int32_t codes[BLOCK];
+    /* After the step x without its part of the rounding error, x - z, and the root; the root before. */
+    _Alignas(64) float y[BLOCK], ahead[BLOCK], root[BLOCK], r[BLOCK];
+    /* Where a tensor has another dtype, lies apart, or ends within a vector. */
+    float x_copy[BLOCK], g_copy[BLOCK], initial_copy[BLOCK];
+    int8_t offset_copy[BLOCK];
+    uint8_t root_copy[BLOCK];
+    int16_t short_copy[BLOCK];
     char raw[BLOCK * sizeof(double)];
+    int64_t q, at, from; /* the block's index, its first number in the tensor and in its row */
+    int64_t n, wide;     /* how many numbers, and that rounded up to QUAD */
 };
 
-TARGET INLINE void NAME(decode_offsets)(float *restrict m, const int8_t *restrict codes,
-                                        float scale, int64_t n)
+/* What a step of a block reads: of the tensors themselves or of copies. */
+struct NAME(source) {
+    const float_at *param, *grad;
+    const int8_t *offset;
+    const uint8_t *root;
+    const short_at *initial;
+    float offset_scale, shrunk_scale, initial_scale;
+    uint32_t root_base; /* the bits of a root whose code would be 0 */
+    uint32_t random;    /* the bits of the first number; see codec.block_bits */
+};
+
+/* Of a block, lane by lane, as bits: the largest |z - x| and root, the smallest ν but 0, less 1. */
+struct NAME(extremes) {
+    WORDS offset, root, least;
+};
+
+TARGET INLINE WORDS NAME(random_words)(uint32_t random, int64_t i)
 {
-    for (int64_t i = 0; i < n; i++)
-        m[i] = (float)(codes[i] >> 1) * scale;
+    WORDS multiples;
+    memcpy(&multiples, WEYL_MULTIPLES, sizeof multiples);
+    return NAME(all_words)(random + (uint32_t)i * WEYL) + multiples;
 }
 
-/* A root's lowest bit is that of the offset's code, if there are offsets. */
-TARGET INLINE void NAME(decode_roots)(float *restrict r, const uint8_t *restrict codes,
-                                      const int8_t *restrict offsets, float scale, int64_t n)
+TARGET INLINE VEC NAME(effective)(int plain, struct NAME(constants) h, VEC g, VEC p)
 {
-    uint32_t base = bits_of(scale) - BINADES;
-    if (offsets)
-        for (int64_t i = 0; i < n; i++) {
-            uint32_t low = (uint32_t)(int32_t)offsets[i] & 1;
-            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << (CUT + 1)) + (low << CUT) + base) : 0;
-        }
-    else
-        for (int64_t i = 0; i < n; i++)
-            r[i] = codes[i] ? single_of(((uint32_t)codes[i] << (CUT + 1)) + base) : 0;
+    if (plain)
+        return g;
+    return h.decay != 0 ? g * h.sign + p * h.decay : g * h.sign;
 }
 
-TARGET INLINE void NAME(decode_initial)(float *restrict x0, const char *restrict codes,
-                                        enum kind param, float scale, int64_t n)
+/* Whether no denominator and no λ_k leads out of the range of floats, which allows for shorter ways to
+   compute a step. MirrorMADGRAD's eps is 0 by default. */
+TARGET INLINE int NAME(in_range)(struct rule rule, int plain, struct NAME(constants) h)
 {
-    const short_at *shorts = (const short_at *)codes;
-    if (param == SINGLE) {
-        for (int64_t i = 0; i < n; i++)
-            x0[i] = (float)shorts[i] * scale;
-        return;
-    }
-    NAME(load)(x0, codes, param, n);
-    for (int64_t i = 0; i < n; i++)
-        x0[i] *= scale;
-}
-
-/* ∛ν for a normal ν, or √ν. */
-TARGET INLINE float NAME(short_root)(struct rule rule, float v)
-{
-    return rule.root == 3 ? NAME(short_cbrt)(v) : NAME(square_root)(v);
-}
-
-/* ν, whose root this is. */
-TARGET INLINE float NAME(power)(struct rule rule, float r)
-{
-    return rule.root == 3 ? r * r * r : r * r;
+    if (rule.root == 3 && !rule.pulls)
+        return 0;
+    return plain || (h.eps > 2 * FLT_MIN && h.weight > 1e-18f && h.weight < 1e18f);
 }
 
 /* ν_{k+1} */
-TARGET INLINE float NAME(sq_sum)(struct rule rule, struct NAME(constants) h, float g, float r)
+TARGET INLINE VEC NAME(square_of)(struct rule rule, int plain, struct NAME(constants) h, VEC g, VEC v)
 {
-    float v = NAME(power)(rule, r);
     if (rule.squares == WEIGHTED)
-        return NAME(fused)(g * h.weight, g, v);
-    return v * h.fade + (rule.squares == FADING ? g : g * h.newest) * g;
+        return NAME(fuse)(g * h.weight, g, v);
+    if (rule.squares == FADING)
+        return NAME(fuse)(g, g, v * h.fade);
+    if (NAME(in_range)(rule, plain, h))
+        return NAME(fuse)(NAME(all)(h.newest), NAME(fuse)(g, g, -v), v);
+    return v * h.fade + g * h.newest * g;
 }
 
-/* r_{k+1}, and the random bits, whose integer arithmetic runs beside that of the roots. A ν that is
-   infinite may get a NaN with a pull: then z is one either way. Returns the bits of the smallest ν
-   but 0, less 1, and puts those of the largest into `most`. */
-TARGET INLINE uint32_t NAME(new_roots)(struct rule rule, int plain, struct NAME(constants) h,
-                                       int64_t n, const float_at *restrict param,
-                                       const float_at *restrict grad, const float *restrict r,
-                                       float *restrict root, uint32_t *restrict bits,
-                                       uint32_t random, uint32_t *most)
+/* ∛ν_{k+1} or √ν_{k+1}. Unless `exact`, ν has to be 0 or a normal number. A ν that is infinite may get a
+   NaN with a pull: then z is one either way. */
+TARGET INLINE VEC NAME(root_of)(struct rule rule, int exact, VEC v)
 {
-    uint32_t least = UINT32_MAX, largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
-        float new = NAME(short_root)(rule, v);
-        uint32_t lower = bits_of(v) - 1;
-        if (rule.root == 3)
-            least = lower < least ? lower : least;
-        largest = bits_of(v) > largest ? bits_of(v) : largest;
-        bits[i] = random + (uint32_t)i * WEYL;
-        if (rule.root == 3 && !rule.pulls)
-            new = v < (float)INFINITY ? new : v;
-        if (rule.squares == WEIGHTED) /* not changed by rounding alone */
-            new = g * h.weight * g == 0 ? r[i] : new;
-        root[i] = new;
+    if (rule.root == 2)
+        return NAME(sqrt_of)(v);
+    if (exact) {
+        VEC root;
+        for (int j = 0; j < WIDTH_OF; j++)
+            root[j] = NAME(cbrt)(v[j]);
+        return root;
     }
-    *most = largest;
-    return least;
+    VEC root = NAME(short_cbrt)(v);
+    return rule.pulls ? root : NAME(choose)(NAME(below)(v, NAME(all)(INFINITY)), root, v);
 }
 
-/* The roots that `short_root` cannot take, those of subnormal numbers. */
-TARGET static void NAME(small_roots)(struct rule rule, struct NAME(constants) h, int64_t n,
-                                     const float_at *restrict param, const float_at *restrict grad,
-                                     const float *restrict r, float *restrict root)
+/* To the sums of distance.py; `since` is x_0 - x_k, `u` x_0 - z_{k+1}. A coordinate whose ν is not finite
+   counts for nothing, and decay only where it makes the first product smaller. */
+TARGET INLINE void NAME(add_vector)(int plain, struct NAME(constants) h, struct NAME(lanes) *lanes,
+                                    int64_t i, VEC g, VEC p, VEC since, VEC u, VEC root)
 {
-    const int plain = 0;
-    for (int64_t i = 0; i < n; i++) {
-        float g = EFFECTIVE(grad[i], param[i]), v = NAME(sq_sum)(rule, h, g, r[i]);
-        if (v < FLT_MIN && (rule.squares != WEIGHTED || g * h.weight * g != 0))
-            root[i] = NAME(root)(rule, v);
+    VEC loss = plain ? g : g * h.sign;
+    VEC counted = NAME(choose)(NAME(is_positive)(p, -since), NAME(effective)(plain, h, g, p), loss);
+    VEC zero = {0}, s = (root + h.eps) * u;
+    MASK finite = NAME(below)(root, NAME(all)(INFINITY));
+    float *agreement = &lanes->of[AGREEMENT][i % LANES], *product = &lanes->of[PRODUCT][i % LANES];
+    float *roots = &lanes->of[ROOTS][i % LANES];
+    NAME(put)(agreement, NAME(get)(agreement) + NAME(choose)(finite, counted * h.weight * since, zero));
+    NAME(put)(product, NAME(get)(product) + NAME(choose)(finite, s * u, zero));
+    NAME(put)(roots, NAME(get)(roots) + NAME(choose)(finite, root, zero));
+}
+
+/* r_{k+1} */
+TARGET INLINE void NAME(step_root)(struct rule rule, int plain, int exact, struct NAME(constants) h,
+                                   struct NAME(source) from, struct NAME(block) *restrict b,
+                                   int64_t i, struct NAME(extremes) *extremes)
+{
+    VEC g = NAME(get)(from.grad + i);
+    if (!plain)
+        g = NAME(effective)(plain, h, g, NAME(get)(from.param + i));
+    WORDS codes = NAME(wide_uint8)(from.root + i), places = codes << (CUT + 1);
+    if (plain || from.offset)
+        places |= ((WORDS)NAME(wide_int8)(from.offset + i) << CUT) & 1 << CUT;
+    VEC r = (VEC)NAME(unless_zero)(codes, places + from.root_base);
+    VEC old = rule.root == 3 ? r * r * r : r * r, v = NAME(square_of)(rule, plain, h, g, old);
+    VEC root = NAME(root_of)(rule, exact, v);
+    if (rule.squares == WEIGHTED) /* not changed by rounding alone */
+        root = NAME(choose)(NAME(equal)(v, old), r, root);
+    if (rule.root == 3)
+        extremes->least = NAME(smaller)(extremes->least, (WORDS)v - 1);
+    extremes->root = NAME(larger)(extremes->root, (WORDS)root);
+    NAME(put)(b->root + i, root);
+    if (rule.pulls)
+        NAME(put)(b->r + i, r);
+}
+
+/* x_{k+1} and x_{k+1} - z_{k+1}, as rule.step_from_root has them. */
+TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
+                                    struct NAME(constants) h, struct NAME(source) from,
+                                    struct NAME(block) *restrict b, int64_t i,
+                                    struct NAME(extremes) *extremes, struct NAME(lanes) *lanes)
+{
+    VEC zero = {0}, p = NAME(get)(from.param + i), raw = NAME(get)(from.grad + i), code = zero;
+    VEC g = NAME(effective)(plain, h, raw, p), root = NAME(get)(b->root + i);
+    if (plain || from.offset)
+        code = NAME(float_of)(NAME(wide_int8)(from.offset + i) >> 1);
+    VEC weighted = NAME(fuse)(g, NAME(all)(h.weight), zero); /* which makes 0 of -0 */
+    VEC force = weighted, away = zero, since = zero, move;
+    if (rule.pulls) {
+        VEC r = NAME(get)(b->r + i), fresh = code * from.shrunk_scale, x0;
+        x0 = kind == SINGLE ? NAME(float_of)(NAME(wide_int16)(from.initial + i)) * from.initial_scale
+                            : NAME(get)(b->initial_copy + i);
+        MASK unmoved = NAME(equal)(r, zero);
+        away = NAME(choose)(unmoved, zero, (x0 - p) * h.shrink - fresh); /* d_k = x_0 - z_k */
+        since = NAME(choose)(unmoved, code * from.offset_scale, x0 - p);
+        force = NAME(fuse)(r - root, away, weighted);
     }
+    if (NAME(in_range)(rule, plain, h) && rule.root == 2) { /* both times 1 / λ_k */
+        move = g / NAME(fuse)(root, NAME(all)(h.inverse_weight), NAME(all)(h.weighted_eps));
+    } else if (NAME(in_range)(rule, plain, h)) {
+        move = force / (root + h.eps);
+    } else {
+        VEC inverse = 1 / (root + h.eps);
+        inverse = NAME(choose)(NAME(equal)(inverse, NAME(all)(INFINITY)), zero, inverse);
+        move = NAME(fuse)(force, inverse, zero); /* z_k - z_{k+1} */
+    }
+    if (rule.pulls && lanes)
+        NAME(add_vector)(plain, h, lanes, i, raw, p, since, away + move, root);
+    VEC ahead = NAME(fuse)(code, NAME(all)(-from.shrunk_scale), move); /* x_k - z_{k+1} */
+    VEC reach = NAME(all)(h.reach), kept = NAME(all)(h.kept);
+    if (rule.holds) { /* where z lies uphill by the newest gradient, or that is 0 */
+        MASK follows = NAME(is_positive)(g, ahead);
+        kept = NAME(choose)(follows, kept, NAME(all)(h.held_kept));
+        reach = NAME(choose)(follows, reach, NAME(all)(h.held_reach));
+    }
+    VEC way = plain && kind == SINGLE ? ahead : ahead * reach;
+    VEC y = NAME(fuse)(p, NAME(all)(h.shrink), -way);
+    if (kind == SINGLE) {
+        ahead *= kept;
+    } else {
+        WORDS random = NAME(random_words)(from.random, i);
+        y = kind == HALF ? NAME(round_half)(y, random) : NAME(round_bfloat16)(y, random);
+        ahead -= p * h.shrink - y;
+    }
+    extremes->offset = NAME(larger_size)(extremes->offset, ahead);
+    NAME(put)(b->y + i, y);
+    NAME(put)(b->ahead + i, ahead);
 }
 
-/* x_{k+1} and m_{k+1} = z_{k+1} - x_{k+1}, as rule.step_from_root has them. */
-TARGET INLINE void NAME(from_root)(struct rule rule, enum kind kind, int plain, int asking,
-                                   struct NAME(constants) h, int64_t n, float_at *restrict param,
-                                   const float_at *restrict grad, float *restrict m,
-                                   const float *restrict r, const float *restrict x0,
-                                   const float *restrict root, const uint32_t *restrict bits,
-                                   struct NAME(lanes) *restrict lanes)
+/* Where a block's codes go, and what they are relative to. */
+struct NAME(target) {
+    float_at *param;
+    int8_t *offset;
+    uint8_t *root;
+    float inverse, part; /* of the offset's scale; of a rounding error, what x takes in */
+    int32_t root_base;   /* as that of the source, without the places that are cut */
+    int low_bit;         /* whether the offset's code has the root's lowest bit */
+    uint32_t random;
+};
+
+/* The codes of four vectors, from the integers that the offsets were rounded to and what is left of the
+   bits of roots. A root that is not 0 gets no code below the smallest. */
+TARGET INLINE void NAME(put_codes)(int plain, struct NAME(target) to, int64_t i, const INTS *offset,
+                                   const WORDS *root)
 {
-    /* Of float32, x without its part of the rounding error yet: z if it takes in all. */
-    float reach = kind == SINGLE ? 1 - (1 - h.share) * (1 - h.c) : h.c;
-    float held_reach = kind == SINGLE ? h.share : 0; /* with a momentum of 1 */
-    for (int64_t i = 0; i < n; i++) {
-        float p = param[i], x = SHRUNK(p), offset = SHRUNK(m[i]);
-        float g = EFFECTIVE(grad[i], p), weighted = g * h.weight, move = weighted, away = 0;
-        if (rule.pulls) {
-            away = SHRUNK(x0[i]) - x - offset;
-            away = r[i] == 0 ? 0 : away; /* d_k = x_0 - z_k */
-            move = weighted - away * (root[i] - r[i]);
+#if VECTOR > 16
+    SHORTS base = SIMD(set1_epi16)((short)to.root_base), low = SIMD(set1_epi16)((short)to.low_bit);
+    SHORTS least = SIMD(set1_epi16)((short)(1 + to.low_bit)), bytes[2], both[2];
+    __m128i places = _mm_cvtsi32_si128(to.low_bit);
+    for (int j = 0; j < 2; j++) {
+        SHORTS code = NARROW(root[2 * j], root[2 * j + 1]);
+        code = SIMD(max_epi16)(SIMD(sub_epi16)(code, base), SIMD(min_epi16)(code, least));
+        bytes[j] = SIMD(srl_epi16)(code, places);
+        both[j] = NARROW(offset[2 * j], offset[2 * j + 1]);
+        both[j] = OR(SIMD(add_epi16)(both[j], both[j]), AND(code, low));
+    }
+    STORE(to.root + i, IN_ORDER(SIMD(packus_epi16)(bytes[0], bytes[1])));
+    if (plain || to.offset)
+        STORE(to.offset + i, IN_ORDER(SIMD(packs_epi16)(both[0], both[1])));
+#else
+    for (int v = 0; v < 4; v++)
+        for (int j = 0; j < WIDTH_OF; j++) {
+            int32_t bits = (int32_t)root[v][j], code = bits - to.root_base;
+            int32_t least = bits < 1 + to.low_bit ? bits : 1 + to.low_bit;
+            code = code > least ? code : least;
+            to.root[i + v * WIDTH_OF + j] = (uint8_t)(code >> to.low_bit);
+            if (plain || to.offset)
+                to.offset[i + v * WIDTH_OF + j] = (int8_t)(2 * offset[v][j] | (code & to.low_bit));
         }
-        float inverse = 1 / (root[i] + h.eps);
-        if (!plain || !rule.pulls)
-            inverse = inverse == (float)INFINITY ? 0 : inverse;
-        move = move * inverse + 0;   /* z_k - z_{k+1} */
-        float ahead = move - offset; /* x_k - z_{k+1} */
-        int held = rule.holds && NAME(is_held)(h, ahead, g);
-        float y = x - ahead * (held ? held_reach : reach);
-        if (kind != SINGLE)
-            y = kind == HALF ? NAME(round_half)(y, bits[i]) : NAME(round_bfloat16)(y, bits[i]);
-        if (lanes) {
-            float since = r[i] == 0 ? m[i] : x0[i] - p, u = away + move;
-            float s = (root[i] + h.eps) * u;
-            NAME(add)(asking, lanes, i, COUNTED(grad[i], p, since) * h.weight, since, s, u, root[i]);
+#endif
+}
+
+/* Four vectors, from i on. */
+TARGET INLINE void NAME(encode)(enum kind kind, int plain, struct NAME(target) to,
+                                const struct NAME(block) *restrict b, int64_t i)
+{
+    if (plain)
+        to.low_bit = 1;
+    int cut = CUT + 1 - to.low_bit;
+    uint32_t places = (1u << cut) - 1;
+    INTS offset[4] = {0};
+    WORDS root[4], random = NAME(random_words)(to.random, i);
+    for (int v = 0; v < 4; v++, random += WIDTH_OF * WEYL) {
+        int64_t j = i + v * WIDTH_OF;
+        root[v] = ((WORDS)NAME(get)(b->root + j) + (random & places)) >> cut;
+        if (plain || to.offset) {
+            VEC ahead = NAME(get)(b->ahead + j), inverse = NAME(all)(-to.inverse);
+            offset[v] = NAME(nearest)(NAME(fuse)(ahead, inverse, NAME(dither)(random)));
         }
-        param[i] = y;
-        m[i] = kind == SINGLE ? ahead * (held ? -1 : h.c - 1) : x - y - ahead;
+        if (kind == SINGLE) {
+            VEC error = NAME(float_of)(offset[v]), y = NAME(get)(b->y + j);
+            NAME(put)(to.param + j, NAME(fuse)(error, NAME(all)(-to.part), y));
+        }
     }
+    NAME(put_codes)(plain, to, i, offset, root);
 }
-
-/* n numbers of a block from one on; n is a multiple of LANES, here and in what it calls. */
-TARGET INLINE void NAME(step_part)(struct rule rule, enum kind kind, int plain,
-                                   struct NAME(constants) h, int64_t from, int64_t n, float_at *x,
-                                   const float_at *g, struct NAME(block) *b, uint32_t random,
-                                   struct NAME(lanes) *lanes)
-{
-    float *m = b->m + from, *r = b->r + from, *x0 = b->x0 + from, *root = b->root + from;
-    uint32_t *bits = b->bits + from;
-    x += from, g += from, random += (uint32_t)from * WEYL;
-    uint32_t most, least = NAME(new_roots)(rule, plain, h, n, x, g, r, root, bits, random, &most);
-    if (least < bits_of(FLT_MIN) - 1)
-        NAME(small_roots)(rule, h, n, x, g, r, root);
-    if (!rule.pulls || !lanes)
-        NAME(from_root)(rule, kind, plain, 0, h, n, x, g, m, r, x0, root, bits, NULL);
-    else if (most < bits_of(INFINITY))
-        for (int64_t i = 0; i < n; i += LANES)
-            NAME(from_root)(rule, kind, plain, 0, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
-                            root + i, bits + i, lanes);
-    else
-        for (int64_t i = 0; i < n; i += LANES)
-            NAME(from_root)(rule, kind, plain, 1, h, LANES, x + i, g + i, m + i, r + i, x0 + i,
-                            root + i, bits + i, lanes);
-}
-
-/* A whole block half by half, and here as in `step_blocks` with constants for the lengths: the
-   loops are unrolled, and the next begins before the last has ended. It saves 7 % of a step. */
-TARGET INLINE void NAME(step_block)(struct rule rule, enum kind kind, int plain,
-                                    struct NAME(constants) h, int64_t n, float_at *x,
-                                    const float_at *g, struct NAME(block) *b, uint32_t random,
-                                    struct NAME(lanes) *lanes)
-{
-    if (plain && n == BLOCK && !lanes)
-        for (int64_t i = 0; i < BLOCK; i += BLOCK / 2)
-            NAME(step_part)(rule, kind, plain, h, i, BLOCK / 2, x, g, b, random, NULL);
-    else
-        NAME(step_part)(rule, kind, plain, h, 0, n & -LANES, x, g, b, random, lanes);
-}
-
-typedef void NAME(block_function)(struct NAME(constants), int64_t, float_at *, const float_at *,
-                                  struct NAME(block) *, uint32_t, struct NAME(lanes) *);
-
-#define FOR_CASE(name, kind, plain, ...)                                                           \
-    TARGET static void NAME(name)(struct NAME(constants) h, int64_t n, float_at *x,                \
-                                  const float_at *g, struct NAME(block) *b, uint32_t random,       \
-                                  struct NAME(lanes) *lanes)                                       \
-    {                                                                                              \
-        const struct rule rule = {__VA_ARGS__};                                                    \
-        NAME(step_block)(rule, kind, plain, h, n, x, g, b, random, lanes);                          \
-    }
-#define FOR_KIND(name, kind, ...)                                                                  \
-    FOR_CASE(name##_##kind, kind, 0, __VA_ARGS__)                                                  \
-    FOR_CASE(name##_##kind##_plain, kind, 1, __VA_ARGS__)
-#define FOR_RULE(name, ...)                                                                        \
-    FOR_KIND(codes_##name, HALF, __VA_ARGS__)                                                      \
-    FOR_KIND(codes_##name, BFLOAT16, __VA_ARGS__)                                                  \
-    FOR_KIND(codes_##name, SINGLE, __VA_ARGS__)
-FOR_EACH_RULE(FOR_RULE)
-#undef FOR_RULE
-#undef FOR_KIND
-#undef FOR_CASE
-
-#define BOTH(name) {NAME(name), NAME(name##_plain)}
-#define OF_RULE(name, ...)                                                                         \
-    [name] = {BOTH(codes_##name##_HALF), BOTH(codes_##name##_BFLOAT16), BOTH(codes_##name##_SINGLE)},
-static NAME(block_function) *const NAME(STEP_BLOCK)[][3][2] = {FOR_EACH_RULE(OF_RULE)};
-#undef OF_RULE
-#undef BOTH

@@ -5,6 +5,7 @@
 
 #include "cube_root.h"
 #if !WIDE
+#include "vectors.h"
 #include "codec.h"
 #endif
 
@@ -27,6 +28,9 @@ struct NAME(constants) {
     REAL newest; /* a_k, of a mean */
     REAL c;      /* 1 - momentum */
     REAL share;  /* of codes: codec.share */
+    /* Of x - z, what x moves by and what is left of it, and the same where x is held. */
+    REAL reach, kept, held_reach, held_kept;
+    REAL inverse_weight, weighted_eps; /* 1 / λ_k and ε / λ_k */
     REAL shrink, eps, decay, sign;
 };
 
@@ -182,14 +186,24 @@ TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, d
     struct rule rule = RULES[job->rule];
     double c = 1 - n->momentum, part = c / LEAST_EXACT * (c / LEAST_EXACT);
     double growth = rule.growth_root == 2 ? sqrt(k + 1) : rule.growth_root == 3 ? cbrt(k + 1) : 1;
+    part = part < 1 ? part : 1;
+    /* Of float32 in codes, x without its part of the rounding error yet: z if it takes in all. */
+    int takes = job->state == CODES && job->param == SINGLE;
+    double reach = takes ? 1 - (1 - part) * (1 - c) : c;
     return (struct NAME(constants)){
         .c = (REAL)c,
-        .share = (REAL)(part < 1 ? part : 1),
+        .share = (REAL)part,
+        .reach = (REAL)reach,
+        .held_reach = (REAL)(n->momentum == 0 ? reach : takes ? part : 0),
+        .kept = (REAL)n->momentum,
+        .held_kept = (REAL)(n->momentum != 0),
         .shrink = (REAL)n->shrink,
         .eps = (REAL)n->eps,
         .decay = (REAL)n->weight_decay,
         .sign = (REAL)n->sign,
         .weight = (REAL)(n->lr * growth),
+        .inverse_weight = (REAL)(1 / (n->lr * growth)),
+        .weighted_eps = (REAL)(n->eps / (n->lr * growth)),
         .fade = (REAL)(rule.squares == AVERAGED ? k / (k + 1.5) : sqrt(k / (k + 1))),
         .newest = (REAL)(1.5 / (k + 1.5)),
     };
@@ -206,6 +220,21 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
 #include "blocks.h"
 #endif
 
+#if !WIDE
+#undef VEC
+#undef WORDS
+#undef INTS
+#undef WIDTH_OF
+#undef QUAD
+#undef MASK
+#undef SHORTS
+#undef SIMD
+#undef AND
+#undef OR
+#undef STORE
+#undef NARROW
+#undef IN_ORDER
+#endif
 #undef LOSS
 #undef EFFECTIVE
 #undef SHRUNK

@@ -1,4 +1,5 @@
-/* Both real types at one level of instructions: with LEVEL, TARGET and FUSES defined. */
+/* Both real types at one level of instructions: with LEVEL, TARGET, FUSES and VECTOR,
+   the bytes of a vector, defined. */
 
 #define WIDE 0
 #include "kernels.h"
@@ -8,4 +9,5 @@
 #undef WIDE
 #undef TARGET
 #undef FUSES
+#undef VECTOR
 #undef LEVEL

@@ -126,7 +126,7 @@ TARGET static void NAME(round_at_random)(const struct job *job, const struct row
                                          float *restrict x, int64_t n)
 {
     uint32_t k = job->numbers.momentum == 0 ? 0 : (uint32_t)(int32_t)*row->step;
-    uint32_t first = (uint32_t)row->first + NAME(mixed)(k), bits[CHUNK];
+    uint32_t first = (uint32_t)row->first + NAME(mixed)(k), bits[CHUNK] = {0};
     if (row->spacing == 1)
         for (int64_t i = 0; i < n; i++)
             bits[i] = NAME(mixed)(first + (uint32_t)at + (uint32_t)i);
@@ -136,12 +136,13 @@ TARGET static void NAME(round_at_random)(const struct job *job, const struct row
             int64_t index = at + i - j + j % channels * row->spacing + j / channels;
             bits[i] = NAME(mixed)(first + (uint32_t)index);
         }
-    if (job->param == HALF)
-        for (int64_t i = 0; i < n; i++)
-            x[i] = NAME(round_half)(x[i], bits[i]);
-    else
-        for (int64_t i = 0; i < n; i++)
-            x[i] = NAME(round_bfloat16)(x[i], bits[i]);
+    for (int64_t i = 0; i < n; i += WIDTH_OF) { /* the last may end beyond n, but within a chunk */
+        VEC y = NAME(get)(x + i);
+        WORDS random;
+        memcpy(&random, bits + i, sizeof random);
+        y = job->param == HALF ? NAME(round_half)(y, random) : NAME(round_bfloat16)(y, random);
+        NAME(put)(x + i, y);
+    }
 }
 #endif
 
@@ -153,7 +154,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     struct NAME(constants) h = NAME(constants_of)(job, *row->step);
     int plain = h.decay == 0 && h.sign == 1;
     int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
-    REAL x[CHUNK], g[CHUNK];
+    REAL x[CHUNK] = {0}, g[CHUNK];
     struct NAME(lanes) lanes = {0};
     for (int64_t at = begin; at < end; at += CHUNK) {
         int64_t n = at + CHUNK < end ? CHUNK : end - at;

@@ -1,5 +1,8 @@
 #include "step.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #include <float.h>
 #include <math.h>
 #include <pthread.h>
@@ -11,6 +14,9 @@
 /* What lies this many elements ahead is prefetched: the arithmetic is long enough to keep the processor
    from running ahead to the next cache misses by itself. */
 #define AHEAD 256
+#ifndef CODES_AHEAD
+#define CODES_AHEAD 1024
+#endif
 /* A thread is worth waking for this many elements: 1 MB to move. */
 #define GRAIN 32768
 #define PIECE 16384
@@ -26,6 +32,9 @@
 #define BINADES (7 << 23)
 #define LEAST_EXACT 0.099
 #define WEYL 0x06099b33u /* as codec.WEYL */
+
+#define MULTIPLES(j) (j) * WEYL, ((j) + 1) * WEYL, ((j) + 2) * WEYL, ((j) + 3) * WEYL
+static const uint32_t WEYL_MULTIPLES[] = {MULTIPLES(0), MULTIPLES(4), MULTIPLES(8), MULTIPLES(12)};
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));
 typedef int16_t short_at __attribute__((aligned(1), may_alias));
@@ -50,6 +59,7 @@ INLINE void prefetch(const void *at, size_t bytes)
 }
 
 #define LEVEL baseline
+#define VECTOR 16
 #define TARGET
 #if defined(__aarch64__)
 #define FUSES 1
@@ -61,11 +71,13 @@ INLINE void prefetch(const void *at, size_t bytes)
 #if defined(__x86_64__)
 
 #define LEVEL avx2
+#define VECTOR 32
 #define TARGET __attribute__((target("avx2,fma")))
 #define FUSES 1
 #include "level.h"
 
 #define LEVEL avx512
+#define VECTOR 64
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,fma")))
 #define FUSES 1
 #include "level.h"
