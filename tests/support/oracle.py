@@ -94,6 +94,11 @@ class Madgrad:
     def state(self) -> dict[str, Array]:
         return {"grad_sum": self.s, "grad_sq_sum": self.nu, "initial_param": self.x0}
 
+    def beside(self, stored: Array) -> dict[str, Array]:
+        """The state beside this x, which may have been rounded to half precision."""
+        del stored
+        return self.state()
+
 
 @dataclass
 class Estimate:
@@ -192,6 +197,10 @@ class MirrorMadgrad:
     def state(self) -> dict[str, Array]:
         return {"grad_sq_sum": self.nu, "z": self.z}
 
+    def beside(self, stored: Array) -> dict[str, Array]:
+        del stored
+        return self.state()
+
 
 @dataclass
 class Madgradw(MirrorMadgrad):
@@ -220,3 +229,6 @@ class Madgradw(MirrorMadgrad):
 
     def state(self) -> dict[str, Array]:
         return {"grad_sq_sum": self.nu, "dual_offset": self.z - self.x}
+
+    def beside(self, stored: Array) -> dict[str, Array]:
+        return self.state() | {"dual_offset": self.z - stored}
