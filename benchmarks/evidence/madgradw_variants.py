@@ -47,6 +47,7 @@ class Variant(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        del closure  # the study's training passes none
         newest = self._newest()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]

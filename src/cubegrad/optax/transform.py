@@ -174,8 +174,8 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
     move = (-(arrays["param"] - new["param"])).astype(move_dtype)
     if leaf.param.dtype.name in codec.ROUND:  # what `optax.apply_updates` makes of it
-        stored = (leaf.param + move).astype(leaf.param.dtype)
-        rules.take_rounding(new, exact, stored.astype(dtype))
+        rounded = (leaf.param + move).astype(leaf.param.dtype)
+        rules.take_rounding(new, exact, rounded.astype(dtype))
     stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
 

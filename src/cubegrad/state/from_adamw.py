@@ -1,7 +1,7 @@
 """A state dict of torch's AdamW or Adam as one of MADGRADW.
 
-Where x is not held, MADGRADW's z - x is -γ β/(1-β) m/(√ν + ε) of Adam's mean m of the gradients. With
-this z - x the next step moves x as AdamW's would, but for the coordinates that are held.
+Where x is not held, MADGRADW's z - x is -γ β/(1-β) m/(√ν + ε) of Adam's mean m of the gradients.
+With this z - x the next step moves x as AdamW's would, but for the coordinates that are held.
 """
 
 from typing import Any, NoReturn

@@ -220,9 +220,10 @@ def step_coded_units(
     lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
-    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
-    NO_EPS: tl.constexpr,
+    HOLDS: tl.constexpr,
+    RELATIVE: tl.constexpr,  # noqa: ARG001  of codes, the offset always is
+    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, ALL_WHOLE: tl.constexpr,
+    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
 

@@ -207,7 +207,8 @@ def _update(
     agreement, product, roots, place, first, length, spacing,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
     RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr, DECAYS: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One block; `weight`, `fade` and `newest` are what `factors` gives."""
     if PULLS:
@@ -278,7 +279,8 @@ def step_units(
     lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
     HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
