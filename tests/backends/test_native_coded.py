@@ -20,7 +20,6 @@ from coded_batches import (
     with_gradients,
 )
 
-import cubegrad
 from cubegrad import codec
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Row
@@ -286,7 +285,7 @@ def test_tensors_may_be_at_odd_addresses(dtype):
     assert same(plain, moved)
 
 
-@pytest.mark.parametrize("cls", [cubegrad.MADGRAD, cubegrad.MirrorMADGRAD])
+@cases.each_class
 def test_a_step_repeats_itself(cls):
     """The optimizer keeps the launch, and its steps are those of single launches."""
     params = [torch.nn.Parameter(cases.randn((70, 300), torch.float32, 0)) for _ in range(2)]

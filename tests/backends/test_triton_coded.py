@@ -285,12 +285,13 @@ def test_all_variants_compile_for_a_gpu():
 
 
 @pytest.mark.parametrize("size", [1e25, float("inf")])
-def test_a_square_that_overflows_moves_as_eager_does(size):
-    """MirrorMADGRAD does not move where the denominator is infinite, unless g is."""
+@pytest.mark.parametrize("method", [cases.MIRROR, cases.MADGRADW], ids=str)
+def test_a_square_that_overflows_moves_as_eager_does(method, size):
+    """Without a pull nothing moves where the denominator is infinite, unless g is."""
     ends = []
     for backend in (FUSED, EAGER):
         params = params_of([(64, 64)], torch.float32)
-        optimizer = built(cases.MIRROR, backend, params, {})
+        optimizer = built(method, backend, params, {})
         for first in (size, 1.0):
             params[0].grad = torch.ones_like(params[0])
             params[0].grad[0, :4] = first

@@ -13,10 +13,12 @@ from jax_cases import WRAPPERS, build, descend, each_method, randn, same_bits, s
 from cubegrad.optax import (  # noqa: E402
     CompactAutoMadgradState,
     CompactMadgradState,
+    CompactMadgradwState,
     CompactMirrorMadgradState,
     MadgradState,
     estimated_lr,
     madgrad,
+    madgradw,
     mirror_madgrad,
 )
 
@@ -25,6 +27,7 @@ VARIANTS = {
     "no momentum": lambda lr=0.01, **options: madgrad(lr, momentum=0.0, compact=True, **options),
     "estimated": lambda lr=None, **options: madgrad("auto", lr_factor=lr, compact=True, **options),
     "mirror": lambda lr=0.01, **options: mirror_madgrad(lr, compact=True, **options),
+    "madgradw": lambda lr=0.01, **options: madgradw(lr, compact=True, **options),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 SHAPE = (64, 100)
@@ -39,12 +42,13 @@ def params_and_grads(seed=0, dtype="float32"):
     )
 
 
-BYTES = {"madgrad": 4.2, "no momentum": 3.2, "estimated": 4.2, "mirror": 2.2}
+BYTES = {"madgrad": 4.2, "no momentum": 3.2, "estimated": 4.2, "mirror": 2.2, "madgradw": 2.2}
 TYPES = {
     "madgrad": CompactMadgradState,
     "no momentum": CompactMadgradState,
     "estimated": CompactAutoMadgradState,
     "mirror": CompactMirrorMadgradState,
+    "madgradw": CompactMadgradwState,
 }
 
 

@@ -19,7 +19,7 @@ from jax_cases import (  # noqa: E402
     same_bits,
 )
 
-from cubegrad.optax import madgrad, mirror_madgrad  # noqa: E402
+from cubegrad.optax import madgrad, madgradw, mirror_madgrad  # noqa: E402
 
 PARAMS = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.ones(())}
 GRADS = {"w": jnp.array([1.0, -0.5, 0.25]), "b": jnp.full((), 2.0)}
@@ -65,7 +65,7 @@ def test_the_learning_rate_is_annotated_as_in_optax():
         return signature(factory).parameters["learning_rate"].annotation
 
     optaxes = annotation(optax.adam)
-    assert annotation(mirror_madgrad) == optaxes
+    assert annotation(mirror_madgrad) == annotation(madgradw) == optaxes
     auto = typing.Literal["auto"]
     assert set(typing.get_args(annotation(madgrad))) == {*typing.get_args(optaxes), auto}
 

@@ -14,7 +14,7 @@ from jax import numpy as jnp  # noqa: E402
 from jax_cases import same_bits, stepper  # noqa: E402
 
 from cubegrad import cautions  # noqa: E402
-from cubegrad.optax import Estimate, madgrad, mirror_madgrad  # noqa: E402
+from cubegrad.optax import Estimate, madgrad, madgradw, mirror_madgrad  # noqa: E402
 
 NUMBERS = ("lr_factor", "reference_lr", "learning_rate", "momentum", "weight_decay", "eps")
 FLAGS = ("decoupled_weight_decay", "decoupled_lr", "maximize", "compact", "stochastic_rounding")
@@ -30,7 +30,7 @@ def test_a_boolean_is_no_number(name, bad):
 
 @pytest.mark.parametrize("bad", [0.1, "yes", None, 2, jnp.array(True)], ids=str)
 @pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad, madgradw])
 def test_a_flag_that_is_no_boolean_is_refused(factory, name, bad):
     """decoupled_weight_decay=0.1 meant no decay at all: weight_decay was still 0."""
     remedy = f"pass {name}=True, or leave it out"
@@ -63,6 +63,7 @@ def test_adamws_decay_without_decoupling_is_warned_of_at_the_users_line(monkeypa
         madgrad(weight_decay=1e-3)
         madgrad(weight_decay=0.1, decoupled_weight_decay=True)
         mirror_madgrad(weight_decay=0.1)
+        madgradw(weight_decay=0.1)
     with pytest.warns(UserWarning, match=r"weight_decay=0.1 is an L2 term .*=0.025\.") as caught:
         [tx(0.1, weight_decay=0.1).init(params) for _ in range(2)]
     assert [warning.filename for warning in caught] == [__file__]
@@ -76,6 +77,8 @@ FACTORIES = {
     'madgrad("auto", compact=True)': partial(madgrad, "auto", compact=True),
     "mirror_madgrad": mirror_madgrad,
     "mirror_madgrad(compact=True)": partial(mirror_madgrad, compact=True),
+    "madgradw": madgradw,
+    "madgradw(compact=True)": partial(madgradw, compact=True),
 }
 
 
@@ -149,7 +152,7 @@ def test_gradients_of_other_parameters_are_refused_while_tracing():
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad, madgradw])
 def test_a_momentum_that_the_state_has_no_buffer_for_is_refused(factory, compact):
     """The step would take x for z, which it is for one step only."""
     state = factory(momentum=0.0, compact=compact).init({"w": PARAMS["w"]})
@@ -157,7 +160,8 @@ def test_a_momentum_that_the_state_has_no_buffer_for_is_refused(factory, compact
     if factory is mirror_madgrad and not compact:  # z is kept at any momentum
         assert step(tx, state, params)[0]["w"].shape == (64, 64)
         return
-    missing = "offset_code, offset_scale" if compact else "initial_param"
+    missing = "dual_offset" if factory is madgradw else "initial_param"
+    missing = "offset_code, offset_scale" if compact else missing
     message = rf"params\['w'\] lacks {missing}, which momentum=0 does not keep and momentum=0\.9 "
     with pytest.raises(ValueError, match=message):
         step(tx, state, params)
@@ -216,7 +220,7 @@ def test_a_count_that_is_none_is_refused(bad):
         ),
     ],
 )
-@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad, madgradw])
 def test_codes_of_another_form_are_refused(factory, name, change, message):
     """offset_code as uint8 moved the weights wrongly."""
     tx = factory(compact=True)

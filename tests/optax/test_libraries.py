@@ -18,8 +18,10 @@ from jax_cases import same_bits, stepper  # noqa: E402
 from cubegrad.optax import (  # noqa: E402
     AutoMadgradState,
     MadgradState,
+    MadgradwState,
     MirrorMadgradState,
     madgrad,
+    madgradw,
     mirror_madgrad,
 )
 
@@ -81,6 +83,9 @@ def by_msgpack(state, fresh):
     return serialization.from_bytes(fresh, serialization.to_bytes(state))
 
 
+STATES = (MadgradState, MirrorMadgradState, MadgradwState, AutoMadgradState)
+
+
 def by_pickle(state, _):
     return pickle.loads(pickle.dumps(state))
 
@@ -88,7 +93,14 @@ def by_pickle(state, _):
 @pytest.mark.compilation
 @pytest.mark.parametrize("round_trip", [by_msgpack, by_pickle])
 @pytest.mark.parametrize(
-    "tx", [madgrad(0.1), madgrad(0.1, momentum=0.0), mirror_madgrad(0.1), madgrad("auto")]
+    "tx",
+    [
+        madgrad(0.1),
+        madgrad(0.1, momentum=0.0),
+        mirror_madgrad(0.1),
+        madgradw(0.1),
+        madgrad("auto"),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tx, round_trip):
     params = {"w": jnp.ones(5), "half": jnp.ones(4, jnp.bfloat16)}
@@ -97,7 +109,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tx, round_trip):
     for k in range(6):
         if k == 3:
             saved = round_trip(state, tx.init(params))
-            assert isinstance(saved, MadgradState | MirrorMadgradState | AutoMadgradState)
+            assert isinstance(saved, STATES)
             resumed, resumed_state = params, saved
         params, state = step(params, state, grads)
         if k >= 3:
@@ -133,6 +145,7 @@ def test_public_names_are_listed_before_torch_is_loaded():
     assert set(cubegrad.__all__) <= set(dir(cubegrad))
     assert pickle.loads(pickle.dumps(cubegrad.MADGRAD)) is cubegrad.MADGRAD
     assert issubclass(cubegrad.MirrorMADGRAD, torch.optim.Optimizer)
+    assert pickle.loads(pickle.dumps(cubegrad.MADGRADW)) is cubegrad.MADGRADW
     assert cubegrad.interop.convert
     with pytest.raises(AttributeError, match="module 'cubegrad' has no attribute 'Madgrad'"):
         _ = cubegrad.Madgrad
@@ -167,7 +180,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("options", "message"), INVALID)
-@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad])
+@pytest.mark.parametrize("factory", [madgrad, mirror_madgrad, madgradw])
 def test_invalid_options_are_refused(factory, options, message):
     with pytest.raises(ValueError, match=message):
         factory(**options)

@@ -7,10 +7,11 @@ from cases import each_class, each_fast_backend
 from compact_runs import SHAPES, build, held_layouts, noisy_grads, state_bytes, state_tensors
 from short_runs import advance, parameters, peak_of, through_a_file
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 from cubegrad.state import blocks, conversion, layout
 
 LIMITS = {(MADGRAD, 0.9): 4.2, (MADGRAD, 0.0): 3.2, (MirrorMADGRAD, 0.9): 2.2}
+LIMITS |= {(MADGRADW, 0.9): 2.2, (MADGRADW, 0.0): 1.2}
 each_limit = pytest.mark.parametrize(
     ("cls", "momentum"), LIMITS, ids=lambda value: getattr(value, "__name__", value)
 )

@@ -7,7 +7,9 @@ from compact_runs import SHAPES, build, noisy_grads
 from short_runs import parameters
 from torch._dynamo.testing import CompileCounter
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
+
+CLASSES = [MADGRAD, MADGRADW, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)]
 
 pytestmark = [
     pytest.mark.compilation,
@@ -40,7 +42,7 @@ def assert_close(compiled, plain):
             apart = (state[name].float() - own[name].float()).abs()
             # bfloat16 and float16 weights that are rounded the other way
             assert (apart > 0).float().mean() < 2e-3
-        for name in {"grad_sum", "grad_sq_sum", "initial_param", "z"} & set(own):
+        for name in {"grad_sum", "grad_sq_sum", "initial_param", "z", "dual_offset"} & set(own):
             torch.testing.assert_close(state[name], own[name], rtol=1e-4, atol=1e-5)
         way = torch.finfo(p.dtype).eps * 4 + 1e-5
         off = (p - q).abs() > way * (1 + q.abs())
@@ -53,6 +55,7 @@ def assert_close(compiled, plain):
     [
         (MADGRAD, torch.float32, 0.9),
         (MADGRAD, torch.bfloat16, 0.0),
+        (MADGRADW, torch.float32, 0.9),
         pytest.param(MirrorMADGRAD, torch.float32, 0.9, marks=pytest.mark.thorough),
     ],
 )
@@ -71,7 +74,7 @@ def test_a_traced_step_has_the_codes_of_an_eager_one(cls, dtype, momentum):
     assert_close(compiled, plain)
 
 
-@pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_recompilations_are_bounded(cls):
     compiled, plain = two_runs(cls, lr=0.05, weight_decay=0.01)
     counter = CompileCounter()
@@ -97,6 +100,7 @@ DECAY = {"weight_decay": 0.1, "decoupled_weight_decay": True}
         (MADGRAD, DECAY, False),
         (MADGRAD, {"weight_decay": 0.1, "decoupled_lr": True}, True),
         (MirrorMADGRAD, {}, False),
+        (MADGRADW, {}, True),
         pytest.param(MirrorMADGRAD, {}, True, marks=pytest.mark.thorough),
     ],
 )
@@ -119,7 +123,7 @@ def test_a_traced_step_updates_the_state_that_the_optimizer_holds(cls, decay, sc
         assert_close(compiled, plain)
 
 
-@pytest.mark.parametrize("cls", [MADGRAD, pytest.param(MirrorMADGRAD, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_momentum_and_form_switched_between_traced_steps(cls):
     """A parameter that comes late keeps the same buffers as the others do then."""
     compiled, plain = two_runs(cls, lr=0.05)

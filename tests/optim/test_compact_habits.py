@@ -10,10 +10,10 @@ from compact_runs import SHAPES, build, held_layouts, noisy_grads, same_runs
 from short_runs import advance, parameters, peak_of, set_grads
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 from cubegrad.state import blocks
 
-LR = {MADGRAD: 0.1, MirrorMADGRAD: 0.02}
+LR = {MADGRAD: 0.1, MirrorMADGRAD: 0.02, MADGRADW: 0.05}
 
 
 @each_class

@@ -13,10 +13,10 @@ from compact_runs import SHAPES, build, drift, noisy_grads, rms
 from short_runs import advance, parameters, same_bits
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 
 NEAR = 0.05
-LR = {MADGRAD: 0.1, MirrorMADGRAD: 0.02}
+LR = {MADGRAD: 0.1, MirrorMADGRAD: 0.02, MADGRADW: 0.05}
 OPTIONS = {
     "plain": {},
     "no-momentum": {"momentum": 0.0},

@@ -8,7 +8,7 @@ import torch
 from cases import each_backend, each_backend_of_a_long_test, each_method
 from short_runs import cloned, ones, parameters
 
-from cubegrad import MADGRAD, MirrorMADGRAD, cautions, param_groups
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, cautions, param_groups
 
 
 @each_method
@@ -110,3 +110,5 @@ def test_other_decays_are_not_warned_of():
     MADGRAD([ones()], weight_decay=0.1, decoupled_weight_decay=True)
     MADGRAD([ones()], weight_decay=0.1, decoupled_lr=True)
     MirrorMADGRAD([ones()], weight_decay=0.1)
+    MADGRADW([ones()], weight_decay=0.1)
+    MADGRADW([ones()], weight_decay=0.1, decoupled_weight_decay=False)

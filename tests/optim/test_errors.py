@@ -9,7 +9,7 @@ import torch
 from short_runs import advance, ones, parameters
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, backends, family, options
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, backends, family, options
 
 NAN = float("nan")
 
@@ -62,7 +62,7 @@ def test_an_option_that_is_no_number_is_refused(cls, name, bad):
 
 @pytest.mark.parametrize("bad", [torch.ones(2), torch.ones(0), np.ones(2)], ids=str)
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD, family.MADGRAD])
+@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD, MADGRADW, family.MADGRAD])
 def test_an_option_of_several_numbers_is_a_value_error_as_in_torch(cls, name, bad):
     message = rf"{name}=.*\(shape \({len(bad)},\)\) must be one number"
     with pytest.raises(ValueError, match=message):

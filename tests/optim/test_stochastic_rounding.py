@@ -27,6 +27,8 @@ LR = {
     (cubegrad.MADGRAD, torch.float16): 0.0168,
     (cubegrad.MirrorMADGRAD, torch.bfloat16): 0.175,
     (cubegrad.MirrorMADGRAD, torch.float16): 0.044,
+    (cubegrad.MADGRADW, torch.bfloat16): 0.2,
+    (cubegrad.MADGRADW, torch.float16): 0.05,
 }
 
 

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 LIMITS = {(MADGRAD, 0.9): 4.2, (MADGRAD, 0.0): 3.2, (MirrorMADGRAD, 0.9): 2.2}
+LIMITS |= {(MADGRADW, 0.9): 2.2, (MADGRADW, 0.0): 1.2}
 each_limit = pytest.mark.parametrize(
     ("cls", "momentum"), LIMITS, ids=lambda value: getattr(value, "__name__", value)
 )

@@ -7,9 +7,9 @@ import torch
 from short_runs import advance, cloned, ones, parameters, same_bits, through_a_file
 from torch import nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, family
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, family
 
-OPTIMIZERS = [MADGRAD, MirrorMADGRAD, family.MADGRAD]
+OPTIMIZERS = [MADGRAD, MirrorMADGRAD, MADGRADW, family.MADGRAD]
 each_optimizer = pytest.mark.parametrize(
     "cls", OPTIMIZERS, ids=lambda cls: f"{cls.__module__}.{cls.__name__}"
 )
@@ -149,7 +149,7 @@ def test_a_run_that_diverged_can_be_saved_and_loaded(cls, value):
     torch.testing.assert_close(dict(loaded), dict(expected), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD])
+@pytest.mark.parametrize("cls", [MADGRAD, MirrorMADGRAD, MADGRADW])
 def test_a_negative_sum_of_squares_is_refused_in_either_part_of_a_complex_parameter(cls):
     param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     optimizer = advance(cls([param]), [param], range(1))
@@ -197,6 +197,7 @@ def test_one_key_for_a_parameter_that_is_listed_twice():
 AUTO = {
     "some groups": (MADGRAD, [True, False], r"have auto_lr=\[True, False\]; it must be the same"),
     "the mirror form": (MirrorMADGRAD, [True, True], "lr='auto' is MADGRAD's alone"),
+    "MADGRADW": (MADGRADW, [True, True], "madgradw gives the same buffers another meaning"),
     "none": (MADGRAD, [False, False], r"saved with lr=1\.0, and the optimizer .* lr='auto'"),
 }
 

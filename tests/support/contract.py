@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 
 
 class EstimatedMADGRAD(MADGRAD):
@@ -46,7 +46,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 class Case:
     """One way to build an optimizer."""
 
-    cls: type[MADGRAD] | type[MirrorMADGRAD]
+    cls: type[MADGRAD] | type[MirrorMADGRAD] | type[MADGRADW]
     config: str
     implementation: str
 
@@ -67,7 +67,7 @@ class Case:
         return bool(self.options.get("maximize"))
 
 
-CLASSES = (MADGRAD, MirrorMADGRAD, EstimatedMADGRAD)
+CLASSES = (MADGRAD, MirrorMADGRAD, MADGRADW, EstimatedMADGRAD)
 CASES = [
     Case(cls, config, implementation)
     for cls in CLASSES

@@ -11,7 +11,7 @@ import cases
 import torch
 from torch import Tensor, nn
 
-from cubegrad import MADGRAD, MirrorMADGRAD, codec
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, codec
 from cubegrad.functions import CodedFunctions
 from cubegrad.state import blocks, layout
 
@@ -22,6 +22,8 @@ FORMS: dict[str, tuple[type, dict[str, Any]]] = {
     "codes-no-momentum": (MADGRAD, {"compact": True, "momentum": 0.0}),
     "mirror": (MirrorMADGRAD, {}),
     "mirror-codes": (MirrorMADGRAD, {"compact": True}),
+    "madgradw": (MADGRADW, {"weight_decay": 0.0}),
+    "madgradw-codes": (MADGRADW, {"weight_decay": 0.0, "compact": True}),
 }
 SHAPE = (64, 64)  # just large enough for codes
 CLIP = 0.01
@@ -58,6 +60,8 @@ def dual_point(optimizer: Any, param: Tensor) -> Tensor:
         return x if offset is None else x + blocks.joined(offset, x.shape)
     if "z" in buffers:
         return buffers["z"].double()
+    if "dual_offset" in buffers:
+        return x + buffers["dual_offset"].double()
     if "initial_param" not in buffers:
         return x
     eps = optimizer.param_groups[0]["eps"]

@@ -11,15 +11,16 @@ import pytest
 import torch
 from jax import lax
 
-from cubegrad.optax import madgrad, mirror_madgrad
+from cubegrad.optax import madgrad, madgradw, mirror_madgrad
 
 each_method = pytest.mark.parametrize("method", cases.METHODS, ids=str)
-FACTORIES = {"madgrad": madgrad, "mirror": mirror_madgrad}
+FACTORIES = {"madgrad": madgrad, "mirror": mirror_madgrad, "madgradw": madgradw}
 VARIANTS = {
     "madgrad": lambda lr=0.1, **options: madgrad(lr, **options),
     "madgrad, no momentum": lambda lr=0.1, **options: madgrad(lr, momentum=0.0, **options),
     "madgrad, estimated": lambda lr=None, **options: madgrad("auto", lr_factor=lr, **options),
     "mirror_madgrad": lambda lr=0.1, **options: mirror_madgrad(lr, **options),
+    "madgradw": lambda lr=0.1, **options: madgradw(lr, **{"weight_decay": 0.0} | options),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 # The masks leave only the parameter "w" to the transformation.
@@ -48,7 +49,8 @@ DTYPES = {
 
 def build(method: cases.Method, options: dict[str, Any]) -> optax.GradientTransformation:
     """The method with the grid's defaults; lr is its `learning_rate`."""
-    base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6} | options
+    base = {"lr": 1e-2, "momentum": 0.9, "eps": 1e-6, "weight_decay": 0.0} | options
+    base.setdefault("decoupled_weight_decay", False)
     return FACTORIES[method.name](base.pop("lr"), **base)
 
 
@@ -62,11 +64,11 @@ def scheduled(method: cases.Method, options: dict[str, Any], steps: int) -> Any:
 
 def injected(variant: str) -> Any:
     """The variant under optax.inject_hyperparams."""
-    factory = mirror_madgrad if variant == "mirror_madgrad" else madgrad
+    factory = {"mirror_madgrad": mirror_madgrad, "madgradw": madgradw}.get(variant, madgrad)
     if variant == "madgrad, estimated":
         return optax.inject_hyperparams(factory)("auto", lr_factor=1.0)
     momentum = 0.0 if variant == "madgrad, no momentum" else 0.9
-    return optax.inject_hyperparams(factory)(0.1, momentum=momentum)
+    return optax.inject_hyperparams(factory)(0.1, momentum=momentum, weight_decay=0.0)
 
 
 def stepper(tx: optax.GradientTransformation, **jit: Any) -> Any:

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cubegrad.optax import madgrad, mirror_madgrad
+from cubegrad.optax import madgrad, madgradw, mirror_madgrad
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
@@ -15,10 +15,12 @@ SMALL, WHOLE_BLOCKS, LONG_ROWS = ((8, 6), sharding), ((8, 1024), sharding), ((8,
 METHODS = {
     "madgrad": (madgrad(0.1), SMALL),
     "mirror_madgrad": (mirror_madgrad(0.1), SMALL),
+    "madgradw": (madgradw(0.1), SMALL),
     "madgrad, estimated": (madgrad("auto"), SMALL),
     "compact madgrad": (madgrad(0.1, compact=True), WHOLE_BLOCKS),
     "compact madgrad, rows": (madgrad(0.1, compact=True), LONG_ROWS),
     "compact mirror_madgrad": (mirror_madgrad(0.1, compact=True), WHOLE_BLOCKS),
+    "compact madgradw": (madgradw(0.1, compact=True), WHOLE_BLOCKS),
     "compact madgrad, estimated": (madgrad("auto", compact=True), WHOLE_BLOCKS),
 }
 

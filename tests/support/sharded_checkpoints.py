@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 from cubegrad.sharding import local
 
 FOLDER = Path(os.environ.get("FOLDER", "."))  # set for the processes by ranks.run
@@ -32,6 +32,7 @@ SETTINGS = {
     "no-momentum": (MADGRAD, 0.0, torch.float32),
     "bfloat16": (MADGRAD, 0.0, torch.bfloat16),
     "mirror": (MirrorMADGRAD, 0.9, torch.bfloat16),
+    "madgradw": (MADGRADW, 0.9, torch.bfloat16),
 }
 
 

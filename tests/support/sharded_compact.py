@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from cubegrad import MADGRAD, MirrorMADGRAD, memory, sharding
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, memory, sharding
 
 BACKENDS = [backend for backend in cases.FAST_BACKENDS if "-" not in backend.name]
 # Rows that leave uneven shards, padded blocks, a rank without rows, one without codes, and a vector
@@ -24,6 +24,7 @@ SETTINGS = {
     "no-momentum": (MADGRAD, 0.0, torch.float32),
     "bfloat16": (MADGRAD, 0.9, torch.bfloat16),
     "mirror": (MirrorMADGRAD, 0.9, torch.float32),
+    "madgradw": (MADGRADW, 0.9, torch.float32),
 }
 
 
@@ -94,6 +95,7 @@ def a_process_keeps_what_is_estimated():
         "no-momentum": "MADGRAD compact, momentum 0",
         "bfloat16": "MADGRAD compact",
         "mirror": "MirrorMADGRAD compact",
+        "madgradw": "MADGRADW compact",
     }
     for setting, name in names.items():
         sharded, optimizer = build(setting, shard=True)
@@ -118,7 +120,7 @@ def a_process_keeps_what_is_estimated():
 @on(2, 3)
 def options_may_change_over_shards():
     """Momentum, and the form of the state: sums are recovered in another order, so to 1e-5."""
-    for setting in ("madgrad", "mirror"):
+    for setting in ("madgrad", "mirror", "madgradw"):
         runs = [build(setting, shard) for shard in (True, False)]
         for model, optimizer in runs:
             group = optimizer.param_groups[0]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from cubegrad import MADGRAD, MirrorMADGRAD, sharding
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, sharding
 from cubegrad.optim.release import GradientRelease
 
 WIDTH = 128
@@ -60,7 +60,7 @@ def assert_same(runs):
 @on(2, 3)
 def fsdp2_releases_the_gradients_of_its_shards():
     """Those of a layer are views of one buffer, so even its bias is stepped during backward."""
-    for cls, compact in itertools.product((MADGRAD, MirrorMADGRAD), (False, True)):
+    for cls, compact in itertools.product((MADGRAD, MirrorMADGRAD, MADGRADW), (False, True)):
         options = {"lr": 0.05, "compact": compact, "weight_decay": 0.01}
         with small_line():
             runs = both(lambda params, cls=cls, options=options: cls(params, **options))

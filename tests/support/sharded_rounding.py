@@ -8,13 +8,14 @@ from sharded_compact import BACKENDS, SHAPES, Weights, advance
 from sharded_nets import whole
 from torch.distributed.fsdp import fully_shard
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 
 SETTINGS = [
     (MADGRAD, {"momentum": 0.9, "weight_decay": 0.01}, torch.bfloat16),
     (MADGRAD, {"momentum": 0.0}, torch.bfloat16),
     (MADGRAD, {"momentum": 0.9}, torch.float16),
     (MirrorMADGRAD, {"momentum": 0.9}, torch.bfloat16),
+    (MADGRADW, {"momentum": 0.9}, torch.bfloat16),
 ]
 
 

@@ -30,12 +30,12 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from cubegrad import MADGRAD, MirrorMADGRAD, sharding
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD, sharding
 
 
 @on(2, 3)
 def ddp_accumulates_and_agrees():
-    for cls in (MADGRAD, MirrorMADGRAD):
+    for cls in (MADGRAD, MirrorMADGRAD, MADGRADW):
         reference, single = reference_run(cls)
         model = DistributedDataParallel(net())
         optimizer = cls(model.parameters(), lr=0.05)
@@ -67,7 +67,7 @@ def ddp_accumulates_and_agrees():
 
 @on(2, 3)
 def fsdp2_with_uneven_shards():
-    for cls, momentum in itertools.product((MADGRAD, MirrorMADGRAD), (0.0, 0.9)):
+    for cls, momentum in itertools.product((MADGRAD, MirrorMADGRAD, MADGRADW), (0.0, 0.9)):
         reference, single = reference_run(cls, momentum=momentum)
         model = sharded(net())
         assert any(p._local_tensor.numel() == 0 for p in model.parameters()) or dist.get_rank() == 0
@@ -213,21 +213,22 @@ def zero_redundancy_optimizer():
     # Imported here: it warns of torch.jit, which is an error in pytest.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    reference, single = reference_run()
-    model = DistributedDataParallel(net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), MADGRAD, lr=0.05)
-    train(reference, single, steps=range(3))
-    train(model, optimizer, dist.get_rank(), steps=range(3))
-    for k in range(dist.get_world_size()):
-        optimizer.consolidate_state_dict(to=k)
-        if k == dist.get_rank():
-            saved = copy.deepcopy(optimizer.state_dict())
-    assert {float(state["step"]) for state in saved["state"].values()} == {3.0}
-    again = ZeroRedundancyOptimizer(model.parameters(), MADGRAD, lr=0.5)
-    again.load_state_dict(saved)
-    train(reference, single, steps=range(3, 6))
-    train(model, again, dist.get_rank(), steps=range(3, 6))
-    assert_equal(model.module, reference, exactly=False)
+    for cls in (MADGRAD, MADGRADW):
+        reference, single = reference_run(cls)
+        model = DistributedDataParallel(net())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.05)
+        train(reference, single, steps=range(3))
+        train(model, optimizer, dist.get_rank(), steps=range(3))
+        for k in range(dist.get_world_size()):
+            optimizer.consolidate_state_dict(to=k)
+            if k == dist.get_rank():
+                saved = copy.deepcopy(optimizer.state_dict())
+        assert {float(state["step"]) for state in saved["state"].values()} == {3.0}
+        again = ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.5)
+        again.load_state_dict(saved)
+        train(reference, single, steps=range(3, 6))
+        train(model, again, dist.get_rank(), steps=range(3, 6))
+        assert_equal(model.module, reference, exactly=False)
 
 
 @on(2, 3)
