@@ -166,6 +166,15 @@ def momentum_of_betas(betas: Any) -> Any:
     return betas[0]
 
 
+def refuse_late_betas(group: Mapping[str, Any]) -> None:
+    """Refuse betas that were put into a group of the optimizer, where nothing reads them."""
+    if "betas" in group:
+        raise ValueError(
+            f"a param group has got betas={group['betas']!r} since it was added, which no step "
+            "reads; set its momentum to the first of them instead"
+        )
+
+
 def auto_lr(rule: Any, lr: Any) -> bool:
     """Whether lr is "auto"; refuses it for a rule without the sums that it is estimated from."""
     if not isinstance(lr, str) or lr != "auto":

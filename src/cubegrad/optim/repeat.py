@@ -84,6 +84,8 @@ class Prepared:
             return None
         if group["eps"] != self.eps:
             return None  # the group has to note it: see `last_eps`
+        if "betas" in group:
+            return None  # to be refused
         if not tensors.same_objects(self.params, list(group["params"])):
             return None
         if any(param.grad is not None for param in self.idle):

@@ -110,6 +110,7 @@ def _refuse_blind_capture(groups: list[Group]) -> None:
 def check_group(optimizer: "BaseOptimizer", group: Group) -> Backend:
     """Refuse what cannot be stepped; returns the backend for what can."""
     options.flags(group)  # someone may have changed them since they were checked
+    options.refuse_late_betas(group)
     inputs.check_grads(optimizer._rule, group, optimizer.state)
     sparse.check(group)
     return optimizer._backend(group)
