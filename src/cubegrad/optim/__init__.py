@@ -132,6 +132,8 @@ class MADGRADW(BaseOptimizer):
         super().__init__(params, lr, group["momentum"], weight_decay, eps, **flags)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict) and param_group.get("amsgrad") is False:
+            param_group = {name: own for name, own in param_group.items() if name != "amsgrad"}
         super().add_param_group(_without_betas(param_group))
 
 
