@@ -91,7 +91,7 @@ def _check_rule(rule: Rule, new_groups: list[Group]) -> None:
 def other_method(group: Group, defaults: Group) -> str | None:
     """What to do with a param group of another optimizer than MADGRAD."""
     if "betas" in group and defaults.get("rule") == MADGRADW.name:
-        return "give it to cubegrad.interop.convert(state_dict, optimizer) if it is of AdamW"
+        return "load cubegrad.interop.convert(state_dict) instead, if it is of AdamW or Adam"
     for option, name in OTHER_METHODS.items():
         if option in group:
             return (
