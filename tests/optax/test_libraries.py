@@ -152,12 +152,12 @@ def test_public_names_are_listed_before_torch_is_loaded():
 
 
 INVALID = [
-    ({"learning_rate": -1.0}, "learning_rate=-1.0 must be finite and >= 0; 1e-2 is the default"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0 must be finite and >= 0; start from the default and sweep"),
     ({"learning_rate": NAN}, "learning_rate=nan must be finite"),
     ({"learning_rate": jnp.float32(-0.5)}, "learning_rate=-0.5 must be finite"),
     ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\); use 0.9"),
     ({"momentum": np.float32(-0.5)}, "momentum=-0.5 must be finite and >= 0; use 0.9"),
-    ({"eps": -1e-6}, "eps=-1e-06 must be finite and >= 0; use 1e-6, or 0"),
+    ({"eps": -1e-6}, "eps=-1e-06 must be finite and >= 0; use the default, or 0"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and >= 0; use 0"),
     ({"learning_rate": 0.0, "decoupled_lr": True}, "learning_rate=0 must be > 0 with decoupled_lr"),
     ({"decoupled_lr": True, "reference_lr": 0.0}, "reference_lr=0 must be > 0 with decoupled_lr"),

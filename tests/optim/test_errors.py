@@ -15,14 +15,14 @@ NAN = float("nan")
 
 
 BAD_OPTIONS = [
-    ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; 1e-2 is the default"),
+    ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; start from the default and sweep"),
     ({"lr": NAN}, "lr=nan must be finite"),
     ({"lr": torch.tensor(-0.5)}, "lr=-0.5 must be finite"),
     ({"lr": float("inf")}, "lr=inf must be finite"),
     ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\); use 0.9"),
     ({"momentum": -0.1}, "momentum=-0.1 must be finite and >= 0; use 0.9"),
     ({"momentum": NAN}, "momentum=nan must be"),
-    ({"eps": -1e-6}, "eps=-1e-06 must be finite and >= 0; use 1e-6, or 0"),
+    ({"eps": -1e-6}, "eps=-1e-06 must be finite and >= 0; use the default, or 0"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and >= 0; use 0"),
     ({"foreach": True, "fused": True}, "foreach=True and fused=True exclude each other"),
     ({"foreach": True, "differentiable": True}, "differentiable=True runs on the eager backend"),
