@@ -152,7 +152,7 @@ def test_public_names_are_listed_before_torch_is_loaded():
 
 
 INVALID = [
-    ({"learning_rate": -1.0}, "learning_rate=-1.0 must be finite and >= 0; start from the default and sweep"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0 must be finite and >= 0; start from the default"),
     ({"learning_rate": NAN}, "learning_rate=nan must be finite"),
     ({"learning_rate": jnp.float32(-0.5)}, "learning_rate=-0.5 must be finite"),
     ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\); use 0.9"),

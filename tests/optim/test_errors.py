@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 BAD_OPTIONS = [
-    ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; start from the default and sweep"),
+    ({"lr": -1.0}, "lr=-1.0 must be finite and >= 0; start from the default"),
     ({"lr": NAN}, "lr=nan must be finite"),
     ({"lr": torch.tensor(-0.5)}, "lr=-0.5 must be finite"),
     ({"lr": float("inf")}, "lr=inf must be finite"),
@@ -56,6 +56,8 @@ NUMBERS = ["lr", "momentum", "weight_decay", "eps"]
 @cases.each_class
 def test_an_option_that_is_no_number_is_refused(cls, name, bad):
     """A string too: float("0.1") is 0.1, but the first step would fail."""
+    if cls is MADGRADW and name == "momentum" and bad == [0.1, 0.2]:
+        return  # AdamW's betas
     with pytest.raises(TypeError, match=rf"{name}={re.escape(repr(bad))} .*must be one number"):
         cls([ones()], **{name: bad})
 
@@ -146,7 +148,7 @@ UNKNOWN = {
     "amsgrad": "has no amsgrad",
     "nesterov": "has no Nesterov momentum",
     "dampening": "averages weights where SGD adds up gradients; leave dampening out",
-    "alpha": "sums the squares of the gradients",
+    "alpha": "weighs the squares of the gradients itself",
     "decouple": "has decoupled_weight_decay, not decouple",
     "decouple_decay": "has decoupled_weight_decay, not decouple_decay",
     "learning_rate": "has lr, not learning_rate",
@@ -158,6 +160,8 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 @cases.each_class
 def test_an_option_that_it_does_not_have_is_refused_with_a_hint(cls, name):
+    if cls is MADGRADW and name in ("betas", "amsgrad"):
+        return  # test_adamw_calls.py
     message = rf"^{cls.__name__} {UNKNOWN[name]}.*\. It takes params, lr, momentum, .*compact"
     with pytest.raises(TypeError, match=message):
         cls([ones()], lr=0.1, **{name: 0.5})
@@ -167,18 +171,18 @@ def test_an_option_that_it_does_not_have_is_refused_with_a_hint(cls, name):
 def test_other_optimizers_options_in_a_group_are_refused_but_not_a_users_own_entries(cls):
     optimizer = cls([{"params": [ones()], "name": "head", "lr_scale": 0.5}])
     assert optimizer.param_groups[0]["lr_scale"] == 0.5
-    message = rf"^{cls.__name__} has momentum \(0\.9\), not betas"
+    message = rf"^{cls.__name__} averages weights where SGD adds up gradients; leave dampening out"
     with pytest.raises(TypeError, match=message):
-        cls([{"params": [ones()], "betas": (0.9, 0.99)}])
+        cls([{"params": [ones()], "dampening": 0.1}])
     with pytest.raises(TypeError, match=message):
-        optimizer.add_param_group({"params": [ones()], "betas": (0.9, 0.99)})
+        optimizer.add_param_group({"params": [ones()], "dampening": 0.1})
     assert len(optimizer.param_groups) == 1
 
 
 @cases.each_class
 def test_the_options_that_messages_name_are_those_it_takes(cls):
     optimizer = cls([ones()])
-    taken = set(optimizer.defaults) - {"auto_lr"}
+    taken = set(optimizer.defaults) - {"auto_lr", "rule"}
     assert taken == set(options.TAKEN)
 
 
