@@ -172,10 +172,15 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
         new["param"] = rounding.rounded(h, count, move_dtype.name, new["param"])
         move_dtype = jnp.float32  # as of codes: no move in half precision leads to every number
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
-    move = (-(arrays["param"] - new["param"])).astype(move_dtype)
-    if leaf.param.dtype.name in codec.ROUND:  # what `optax.apply_updates` makes of it
-        rounded = (leaf.param + move).astype(leaf.param.dtype)
-        rules.take_rounding(new, exact, rounded.astype(dtype))
+    move = -(arrays["param"] - new["param"])
+    if rule.relative and leaf.param.dtype.name in codec.ROUND:
+        half = leaf.param.dtype.name
+        move = move.astype(jnp.float32)
+        move = move if move_dtype == jnp.float32 else xla.nearest(move, half)
+        # What `optax.apply_updates` makes of it.
+        moved = xla.nearest(leaf.param.astype(jnp.float32) + move, half)
+        rules.take_rounding(new, exact, moved.astype(dtype))
+    move = move.astype(move_dtype)
     stored = {name: new[name].astype(buffer.dtype) for name, buffer in kept.items()}
     return Step(move, {name: stored.get(name) for name in leaf.buffers}, sums)
 

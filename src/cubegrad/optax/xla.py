@@ -81,6 +81,18 @@ def _cbrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     return y, dx * _inverse(3 * y * y)
 
 
+def nearest(x: Array, dtype: str) -> Array:
+    """The nearest number of half precision, still as float32.
+
+    Within a program XLA leaves out a conversion to half precision and back, which would round.
+    """
+    if dtype == "bfloat16":
+        return lax.reduce_precision(x, 8, 7)
+    # Below 2^-14 the last place is 2^-24, whatever the exponent; XLA would make 0 of these.
+    subnormal = jnp.round(x * 2.0**24) * 2.0**-24
+    return jnp.where(abs(x) < 2.0**-14, subnormal, lax.reduce_precision(x, 5, 10))
+
+
 @jax.custom_jvp
 def sqrt(x: Array) -> Array:
     """√x for x >= 0, with derivative 0 at 0, like `cbrt`."""
