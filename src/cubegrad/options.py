@@ -277,7 +277,8 @@ def shrink(options: dict[str, Any], lr: Any) -> Any:
     if not decay or not is_decoupled(options):
         return None
     factor = decay_factor(options, lr)
-    if hasattr(factor, "clamp"):
+    # The compiler knows what a number is, and cannot ask one for an attribute.
+    if not isinstance(factor, float | int) and hasattr(factor, "clamp"):
         return factor.clamp(min=0)
     if factor < 0 and options.get("auto_lr"):  # the user cannot foresee the estimate, so clamp
         return 0.0
