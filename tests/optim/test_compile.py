@@ -8,8 +8,10 @@ from short_runs import advance, cloned, ones, parameters, set_grads
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
+from cubegrad.backends import rounding
 
+each_of_two = pytest.mark.parametrize("cls", [MADGRAD, MADGRADW])
 pytestmark = [
     pytest.mark.compilation,
     pytest.mark.filterwarnings("ignore:Profiler record function"),
@@ -90,23 +92,40 @@ def test_changes_of_a_tensor_lr_never_recompile():
     ],
     ids=str,
 )
-def test_every_option_compiles_to_the_same_run(options):
-    assert_compiled_agrees(torch.float64, "eager", options, rtol=0, atol=1e-12)
+@each_of_two
+def test_every_option_compiles_to_the_same_run(cls, options):
+    assert_compiled_agrees(cls, torch.float64, "eager", options, rtol=0, atol=1e-12)
 
 
-def test_inductor_code_agrees():
-    assert_compiled_agrees(torch.float32, "inductor", {}, rtol=1e-5, atol=1e-6)
+@each_of_two
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_inductor_code_agrees(cls, dtype):
+    """With the same z in half precision too, whose rounding the compiler could leave out."""
+    assert_compiled_agrees(cls, dtype, "inductor", {}, rtol=1e-5, atol=1e-6)
 
 
-def assert_compiled_agrees(dtype, backend, options, **tolerances):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_rounded_alike_in_a_trace(dtype):
+    """By bits there, where a conversion and back would be left out."""
+    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([1.0, 1e-3, 3e-5, 1e-7, 1e-40, 1e4, 1e38])
+    ties = torch.arange(-4, 5) * 2.0**-25
+    ends = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65519.9, 65520.0])
+    x = torch.cat([(wide * sizes[:, None]).flatten(), ties, 1 + 2.0**-11 * ties.sign(), ends])
+    traced = torch.compile(rounding.nearest, fullgraph=True)(x, dtype)
+    expected = x.to(dtype).float()
+    assert cases.same_bits(traced.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def assert_compiled_agrees(cls, dtype, backend, options, **tolerances):
     runs = []
     for compiled in (True, False):
         params = parameters([(33,)], dtype)
-        optimizer = MADGRAD(params, lr=0.1, **options)
+        optimizer = cls(params, lr=0.1, **options)
         if compiled:
             optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend=backend)
         advance(optimizer, params, range(5))
-        runs.append(params[0])
+        runs.append((params[0].detach(), dict(optimizer.state[params[0]])))
     torch.testing.assert_close(*runs, **tolerances)
 
 

@@ -45,8 +45,8 @@ def _step_sums(batch: Batch, h: Hyper) -> None:
         exact = new_x
         if rounds:
             new_x = rounding.rounded(new_x, row, h.momentum)
-        if param.dtype != dtype:
-            rule.take_rounding(new, exact, new_x.to(param.dtype).to(dtype))
+        if param.dtype != dtype and "dual_offset" in new:
+            rule.take_rounding(new, exact, rounding.nearest(new_x, param.dtype))
         finite = None if h.found_inf is None else h.found_inf.to(param.device).reshape(()) == 0
         values = (new_x, *(new[name] for name in names))
         for target, value in zip((param, *buffers), values, strict=True):
