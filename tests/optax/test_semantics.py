@@ -165,7 +165,7 @@ def test_the_starting_point_is_a_copy(method, compiled):
     params = jnp.arange(6.0)
     state = (jax.jit(tx.init) if compiled else tx.init)(params)
     point = state[-1]
-    assert same_bits(point, params)
+    assert same_bits(point, jnp.zeros(6) if method.rule.relative else params)
     assert point.unsafe_buffer_pointer() != params.unsafe_buffer_pointer()
 
 
