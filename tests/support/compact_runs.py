@@ -15,7 +15,7 @@ SHAPES = [(64, 64), (16, 300), (6, 4, 16, 16), (5, 7)]
 
 
 def build(cls: type, params: Any, backend: cases.Backend = cases.EAGER, **options: Any) -> Any:
-    optimizer = cls(params, **{"compact": True, **options, **backend.flags})
+    optimizer = cls(params, **{"compact": True, "weight_decay": 0.0, **options, **backend.flags})
     if backend.module is not None:
         optimizer._backend = lambda _: backend.module
     return optimizer
