@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 from cases import MADGRAD, NATIVE, each_backend, each_class, each_fast_backend, each_method
-from short_runs import advance, cloned, parameters, same_bits, set_grads
+from short_runs import advance, cloned, held_walk, parameters, same_bits, set_grads
 from torch import nn
 
 import cubegrad
@@ -55,10 +55,15 @@ def test_small_moves_stall_to_nearest_and_are_made_on_average_at_random(backend,
     nearest, at_random = (cases.parameter(values.clone(), backend.device) for _ in range(2))
     exact = nn.Parameter(torch.tensor([start]))
     lr = LR[cls, dtype]
-    advance_by_ones(cls([nearest], lr=lr, **backend.flags), nearest)
-    advance_by_ones(cls([at_random], lr=lr, **AT_RANDOM, **backend.flags), at_random)
-    advance_by_ones(cls([exact], lr=lr), exact)
+    options = {"lr": lr, "weight_decay": 0.0}
+    advance_by_ones(cls([nearest], **options, **backend.flags), nearest)
+    advance_by_ones(cls([at_random], **options, **AT_RANDOM, **backend.flags), at_random)
+    advance_by_ones(cls([exact], **options), exact)
     way = start - exact.item()
+    if cls._rule.holds:  # not linear
+        walk = held_walk(STEPS, lr, unit)
+        assert way < walk < way + unit
+        way = walk
     assert way > unit
     assert (nearest == start).all()
     moved = start - at_random.detach().double()
@@ -73,7 +78,7 @@ def test_without_momentum_x_is_z_rounded_at_random(backend, cls, dtype):
     start, unit = START[dtype]
     param = cases.parameter(torch.full((64, 1024), start, dtype=dtype), backend.device)
     exact = nn.Parameter(torch.tensor([start]))
-    options = {"lr": LR[cls, dtype], "momentum": 0.0}
+    options = {"lr": LR[cls, dtype], "momentum": 0.0, "weight_decay": 0.0}
     advance_by_ones(cls([param], **options, **AT_RANDOM, **backend.flags), param)
     advance_by_ones(cls([exact], **options), exact)
     moved = start - param.detach().double()

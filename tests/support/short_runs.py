@@ -47,6 +47,22 @@ def advance(optimizer: Any, params: Iterable[Tensor], steps: Iterable[int]) -> A
     return optimizer
 
 
+def held_walk(steps: int, lr: float, unit: float, share: float = 0.1) -> float:
+    """How far x goes on average if it is rounded at random to multiples of `unit`, and is held.
+
+    All gradients are 1. A coordinate that is rounded beyond z waits there until z has passed it,
+    so the mean runs ahead of that of an x that is not rounded, by less than a unit.
+    """
+    chances = [1.0] + [0.0] * steps  # of having made so many moves
+    for k in range(1, steps + 1):
+        ups = [share * max(0.0, lr * k - j * unit) / unit for j in range(steps)]
+        assert max(ups) < 1
+        moving = [chance * up for chance, up in zip(chances, ups, strict=False)]
+        stays = [chance - part for chance, part in zip(chances, [*moving, 0.0], strict=True)]
+        chances = [a + b for a, b in zip(stays, [0.0, *moving], strict=True)]
+    return sum(j * unit * chance for j, chance in enumerate(chances))
+
+
 def through_a_file(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
