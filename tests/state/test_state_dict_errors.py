@@ -6,9 +6,10 @@ import pytest
 import torch
 from short_runs import advance, ones
 
-from cubegrad import MADGRAD, MirrorMADGRAD
+from cubegrad import MADGRAD, MADGRADW, MirrorMADGRAD
 
 NAN = float("nan")
+CLASSES = [MADGRAD, MirrorMADGRAD, MADGRADW]
 
 
 def trained(cls=MADGRAD, shape=(3,), **options):
@@ -180,3 +181,23 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name):
     assert before["param_groups"] == after["param_groups"]
     for key, tensor in before["state"][0].items():
         assert torch.equal(tensor, after["state"][0][key])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("compact", [False, True], ids=["sums", "codes"])
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("other", CLASSES)
+def test_the_state_of_another_rule_changes_nothing(cls, other, compact, momentum):
+    """Without momentum the buffers of one rule are among those of another."""
+    if cls is other:
+        return
+    options = {"compact": compact, "momentum": momentum}
+    saved = trained(other, (64, 64), **options).state_dict()
+    optimizer = trained(cls, (64, 64), **options)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"load it there|load it with the optimizer that saved it"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for name, tensor in before["state"][0].items():
+        assert torch.equal(tensor, after["state"][0][name])

@@ -184,7 +184,13 @@ def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) 
     """The layout of a parameter's saved state; refuses one that lacks a buffer."""
     held = _held(rule, values)
     if held is None or "step" not in values:
-        others = [other for other in RULES if _held(other, values)]
+        named = group.get("rule")
+        others = [
+            other
+            for other in RULES
+            if _held(other, values)
+            and named == (other.name if layout.names_itself(other) else None)
+        ]
         remedy = state_dicts.WHOLE if layout.CODED_NAMES & values.keys() else FOREIGN
         if others and rule not in others:
             remedy = f"it is {' or '.join(other.name for other in others)}'s, load it there"
@@ -207,9 +213,12 @@ def _checked_layout(rule: Rule, key: Any, group: Group, values: dict[str, Any]) 
 
 
 def _held(rule: Rule, values: dict[str, Any]) -> layout.Layout | None:
-    """The layout that has all codes and scales among these entries."""
+    """The layout that has all codes and scales, and all buffers of any rule, of these entries."""
     held = layout.held(rule, values)
-    return None if held is None or layout.stray_codes(held, values) else held
+    if held is None or layout.stray_codes(held, values):
+        return None
+    known = frozenset.union(*map(layout.all_buffers, RULES)) - layout.all_buffers(rule)
+    return None if known & values.keys() else held
 
 
 def _check_blocks(key: Any, param: Any) -> None:
