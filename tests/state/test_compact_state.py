@@ -132,6 +132,8 @@ def dual_points(optimizer, params):
             step = codes.offset_scale.double().repeat_interleave(256, 1)[:, : x[0].numel()]
             offset, _ = codec.unpacked(CodedFunctions, codes)
             points.append(x + offset.double() * step.reshape(x.shape))
+        elif held.rule.relative:
+            points.append(x + state["dual_offset"].double())
         elif not held.rule.pulls:
             points.append(state["z"].double())
         else:
@@ -171,7 +173,10 @@ def test_a_state_loads_into_the_other_form(cls, dtype, momentum):
     """It changes at the next step, and the run goes on close to the unbroken one."""
     for saved_as in (True, False):
         params = parameters(SHAPES, dtype)
-        optimizer = build(cls, params, compact=saved_as, momentum=momentum, lr=0.02)
+        # A larger one where x is held: at steps of a last place of bfloat16 it goes elsewhere
+        # rounded at random, as codes have it, than rounded to nearest.
+        lr = 0.06 if cls._rule.holds else 0.02
+        optimizer = build(cls, params, compact=saved_as, momentum=momentum, lr=lr)
 
         def steps(some, one, ks):
             for k in ks:

@@ -168,7 +168,7 @@ def test_a_model_without_memory_is_counted():
 
 
 def test_a_number_of_parameters_is_close_to_a_large_model():
-    """GPT-2-large; norms and biases make up to 0.3 % of its state, with MirrorMADGRAD."""
+    """GPT-2-large; norms and biases make up to 0.6 % of its state, of MADGRADW at momentum 0."""
     from shared.shapes import gpt2
 
     for dtype in ("bf16", "float32"):
@@ -178,7 +178,7 @@ def test_a_number_of_parameters_is_close_to_a_large_model():
         assert rough.assumption
         assert not exact.assumption
         for kept, other in zip(exact.rows, rough.rows, strict=True):
-            assert kept[1:] == pytest.approx(other[1:], rel=0.005)
+            assert kept[1:] == pytest.approx(other[1:], rel=0.006)
 
 
 def test_gpus_divide_the_rows():
