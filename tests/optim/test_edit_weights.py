@@ -160,7 +160,10 @@ def test_without_momentum_edited_weights_stay_where_they_are_put(backend, form):
         param.grad = torch.ones_like(param) * mask
         optimizer.step()
     assert (param[~mask] == 0).all()
-    assert (param[mask] != before[mask]).all()
+    moved = param[mask] != before[mask]
+    if optimizer._rule.holds:  # until z has come down to x
+        moved |= dual_point(optimizer, param)[mask] >= param[mask]
+    assert moved.all()
     param.grad = torch.ones_like(param)  # not masked: they move as any weight does
     optimizer.step()
     assert (dual_point(optimizer, param)[~mask] < 0).all()
@@ -200,7 +203,8 @@ def test_a_tensor_that_is_not_edited_is_not_written(form, keeps):
         params[1].mul_(0.5)
     new = [[tensor._version for tensor in state] for state in states]
     assert [new[0], new[2]] == [versions[0], versions[2]]
-    assert new[1] != versions[1]
+    # Where z is kept as z - x, it follows by itself.
+    assert (new[1] == versions[1]) == (optimizer._rule.relative and keeps)
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -245,8 +249,9 @@ def test_every_backend_goes_on_from_an_edit(backend, form):
     for ours, eager in zip(*runs, strict=True):
         if form == "sums":
             torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
-        else:  # the last bit of a number may decide how its code is rounded: 0 to 1 of 4,096
-            assert ((ours - eager).abs() > 1e-5).float().mean() < 0.01
+        else:  # the last bit of a number may decide how its code is rounded, and if it is the
+            # largest one, the scale of its block, which is a row: in 0 to 1 of 64
+            assert ((ours - eager).abs() > 1e-5).any(1).sum() <= 2
 
 
 @pytest.mark.parametrize("compact", [False, True])
