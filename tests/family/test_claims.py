@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from family_runs import end_on_the_interval
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -21,6 +22,7 @@ EXPONENTS = {
     family.WeightedDenominator: -1 / 4,
     family.WeightedNumerator: 0,
     family.MADGRAD: 0,
+    family.MADGRADW: 0,
 }
 each_method = pytest.mark.parametrize("method", EXPONENTS, ids=lambda method: method.__name__)
 
@@ -153,26 +155,6 @@ def test_centred_at_the_origin_madgrad_stays_at_the_saddle_with_a_small_lr():
         assert final_loss(family.MADGRAD, 1e-3, "origin", seed) == pytest.approx(
             math.log(2), abs=1e-3
         )
-
-
-def end_on_the_interval(make, large, small, period, steps, decaying):
-    """x, clipped to [-1, 1], in the last three periods.
-
-    The gradient is `large` once a period and -`small` at the other steps.
-    """
-    x = nn.Parameter(torch.zeros(1).double())
-    optimizer = make([x])
-    lr = optimizer.param_groups[0]["lr"]
-    iterates = []
-    for k in range(steps):
-        x.grad = torch.full((1,), large if k % period == 0 else -small).double()
-        if decaying:
-            optimizer.param_groups[0]["lr"] = lr / math.sqrt(k + 1)
-        optimizer.step()
-        with torch.no_grad():
-            x.clamp_(-1, 1)
-        iterates.append(x.item())
-    return iterates[-3 * period :]
 
 
 @pytest.mark.parametrize("method", [family.MADGRAD, cubegrad.MADGRAD], ids=["family", "cubegrad"])

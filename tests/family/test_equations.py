@@ -1,6 +1,7 @@
 """Each method of the derivation equals its equation in the paper, and the methods it restates."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -42,6 +43,12 @@ def start(dtype=torch.float64):
     return nn.Parameter(randn(SHAPE, dtype, 0))
 
 
+def mean_square(g):
+    """∑ w_i g_i² / ∑ w_i with w_i = (3/2)(5/2)…(i+1/2) / i!."""
+    weights = [math.prod((j + 0.5) / j for j in range(1, i + 1)) for i in range(len(g))]
+    return np.average(g**2, axis=0, weights=weights)
+
+
 def closed_form(options, x0, grads, lrs):
     """The iterates x_1, x_2, … in numpy, with every sum computed anew from its first term."""
 
@@ -53,7 +60,7 @@ def closed_form(options, x0, grads, lrs):
     weights = [weight(gamma, k) for k, gamma in enumerate(lrs)]
     centre = x0 if options["centre"] == "x0" else np.zeros_like(x0)
     r, j = options["r"], options["j"]
-    x, iterates = x0, []
+    x, moves, iterates = x0, [], []
     for k in range(len(grads)):
         lam, gamma, past = np.array(weights[: k + 1]), np.array(lrs[: k + 1]), g[: k + 1]
         squares = np.tensordot(lam, past**2, 1)
@@ -63,6 +70,7 @@ def closed_form(options, x0, grads, lrs):
             "unweighted": np.sqrt(np.tensordot(gamma, past**2, 1)),
             "weighted": np.sqrt(squares),
             "weighted_numerator": np.sqrt(k + 1) * np.sqrt(squares) / np.sqrt(lam.sum()),
+            "mean": np.sqrt(mean_square(past)),
             "cube_root": np.cbrt(squares),
             "theory": np.cbrt(weight(lrs[k], k + 1) * BOUND.numpy() ** 2 + squares),
         }[options["denominator"]]
@@ -73,8 +81,11 @@ def closed_form(options, x0, grads, lrs):
             "theory": 1.5 / (k + 1 + 1.5),
             "polynomial": (r + 1) / (k + 1 + j + r),
         }[options["averaging"]]
-        z = centre - np.tensordot(lam, past, 1) / (denominator + options["eps"])
-        x = (1 - c) * x + c * z
+        moves.append(lam[-1] * past[-1] / (denominator + options["eps"]))
+        whole = np.tensordot(lam, past, 1) / (denominator + options["eps"])
+        z = centre - (sum(moves) if options["mirror"] else whole)
+        follows = (z - x) * past[-1] < 0 if options["holds"] and c < 1 else np.ones_like(x)
+        x = np.where(follows, (1 - c) * x + c * z, x)
         iterates.append(x)
     return iterates
 
@@ -84,9 +95,12 @@ def closed_form(options, x0, grads, lrs):
 def test_every_combination_of_choices_equals_its_equation(weights, denominator):
     lrs = [1.0] * STEPS if weights == "one" else rates()
     constants = {"eps": 0.01, "power": 0.7, "momentum": 0.9, "r": 0.3, "j": 2.0}
-    for averaging, centre in itertools.product(family.AVERAGING, ("x0", "origin")):
+    flags = (False, True)
+    for averaging, centre, mirror, holds in itertools.product(
+        family.AVERAGING, ("x0", "origin"), flags, flags
+    ):
         options = {"weights": weights, "denominator": denominator, "averaging": averaging}
-        options |= {"centre": centre} | constants
+        options |= {"centre": centre, "mirror": mirror, "holds": holds} | constants
         param = start()
         optimizer = family.DualAveraging([param], lr=lrs[0], grad_bound=BOUND, **options)
         expected = closed_form(options, numbers(param), gradients(), lrs)
@@ -115,6 +129,9 @@ def test_each_named_method_equals_its_equation_in_the_paper(method):
         family.MADGRAD: weighted_s / (np.cbrt(weighted_squares) + 1e-6),
         family.TheoreticalMADGRAD: weighted_s
         / np.cbrt(next_weight * BOUND.numpy() ** 2 + weighted_squares),
+        family.MADGRADW: sum(
+            gamma * g[k] / (np.sqrt(mean_square(g[: k + 1])) + 1e-8) for k in range(STEPS)
+        ),
         family.InlineAveragedSGD: s,
     }[method]
     param = start()
@@ -127,6 +144,7 @@ def test_the_averaging_of_each_named_method():
     averaging = {method: build(method, [start()]).defaults["averaging"] for method in NAMED}
     assert averaging == dict.fromkeys(NAMED, "none") | {
         family.MADGRAD: "constant",
+        family.MADGRADW: "constant",
         family.InlineAveragedSGD: "constant",
         family.TheoreticalMADGRAD: "theory",
     }
@@ -146,6 +164,37 @@ def test_madgrad_equals_cubegrad_madgrad(options, dtype):
     expected = run(cubegrad.MADGRAD([fast], **options), fast, grads, lrs)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.0**-7}[dtype]
     np.testing.assert_allclose(iterates, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.3, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.0, "eps": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_madgradw_equals_cubegrad_madgradw(options, momentum, dtype):
+    """Under a schedule, as closely as MADGRAD does."""
+    options = {"momentum": momentum, "decoupled_weight_decay": False} | options
+    plain, fast = start(dtype), start(dtype)
+    grads, lrs = gradients(60, dtype), rates(60)
+    iterates = run(family.MADGRADW([plain], **options), plain, grads, lrs)
+    expected = run(cubegrad.MADGRADW([fast], **options), fast, grads, lrs)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
+    np.testing.assert_allclose(iterates, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_decoupled_decay_equals_that_of_cubegrad_madgrad():
+    options = {"weight_decay": 0.3, "decoupled_weight_decay": True}
+    plain, fast = start(), start()
+    iterates = run(family.MADGRAD([plain], **options), plain, gradients(60), rates(60))
+    expected = run(cubegrad.MADGRAD([fast], **options), fast, gradients(60), rates(60))
+    np.testing.assert_allclose(iterates, expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])

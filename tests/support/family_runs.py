@@ -1,5 +1,6 @@
 """The named methods of `cubegrad.family`, and short runs of them with random gradients."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ NAMED = (
     family.WeightedNumerator,
     family.MADGRAD,
     family.TheoreticalMADGRAD,
+    family.MADGRADW,
     family.InlineAveragedSGD,
 )
 each_method = pytest.mark.parametrize("method", NAMED, ids=lambda method: method.__name__)
@@ -51,3 +53,25 @@ def train(optimizer: Optimizer, params: list[nn.Parameter], steps: int, first: i
 def same_values(params: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     pairs = zip(params, others, strict=True)
     return all(same_bits(param.detach(), other.detach()) for param, other in pairs)
+
+
+def end_on_the_interval(
+    make: Any, large: float, small: float, period: int, steps: int, decaying: bool
+) -> list[float]:
+    """x, clipped to [-1, 1], in the last three periods.
+
+    The gradient is `large` once a period and -`small` at the other steps.
+    """
+    x = nn.Parameter(torch.zeros(1).double())
+    optimizer = make([x])
+    lr = optimizer.param_groups[0]["lr"]
+    iterates = []
+    for k in range(steps):
+        x.grad = torch.full((1,), large if k % period == 0 else -small).double()
+        if decaying:
+            optimizer.param_groups[0]["lr"] = lr / math.sqrt(k + 1)
+        optimizer.step()
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+        iterates.append(x.item())
+    return iterates[-3 * period :]

@@ -4,79 +4,35 @@
     z_{k+1} = centre - s_{k+1} / (d_{k+1} + ε)       denominator d
     x_{k+1} = (1 - c_{k+1}) x_k + c_{k+1} z_{k+1}    averaging c
 
-Written to be read beside the paper, not for speed: train with `cubegrad.MADGRAD`.
-docs/algorithm.md follows the derivation class by class.
+`MADGRADW`, which is ours and not the paper's, is mirror descent: there s_{k+1} is
+s_k + λ_k g_k / (d_{k+1} + ε), and z_{k+1} is centre - s_{k+1}.
+
+Written to be read beside the paper, not for speed: train with `cubegrad.MADGRAD` or
+`cubegrad.MADGRADW`. docs/algorithm.md follows the derivation class by class.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cubegrad.family import checks
+from cubegrad.family.choices import (
+    AVERAGING,
+    CHOICES,
+    DENOMINATORS,
+    SQUARE_WEIGHTS,
+    WEIGHTS,
+    Group,
+    Sums,
+)
 from cubegrad.state import layout, state_dicts
 
-Group = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-# λ_k for k = 0, 1, …
-WEIGHTS: dict[str, Callable[[Group, int], float]] = {
-    "one": lambda _, __: 1.0,  # 1
-    "lr": lambda group, _: float(group["lr"]),  # γ_k
-    "power": lambda group, k: float(group["lr"]) * (k + 1) ** float(group["power"]),  # γ_k (k+1)^p
-}
-
-# c_k for k = 1, 2, …
-AVERAGING: dict[str, Callable[[Group, int], float]] = {
-    "none": lambda _, __: 1.0,  # x_k = z_k
-    "constant": lambda group, _: 1 - float(group["momentum"]),  # c
-    "uniform": lambda _, k: 1 / k,  # x_k is the mean of z_1 … z_k
-    "theory": lambda _, k: 1.5 / (k + 1.5),  # (3/2)/(k+3/2)
-    "polynomial": lambda group, k: (group["r"] + 1) / (k + group["j"] + group["r"]),
-}
-
-
-class Sums(NamedTuple):
-    """The sums after step k, which a denominator is computed from."""
-
-    k: int
-    grad_sq_sum: Tensor  # ν_{k+1} = ∑ λ_i g_i², or ∑ γ_i g_i² for "unweighted"
-    weight_sum: float  # Λ_{k+1} = ∑ λ_i
-
-
-def _weighted_numerator(_: Group, sums: Sums) -> Tensor:
-    scale = (sums.k + 1) / sums.weight_sum if sums.weight_sum else 0.0  # if Λ is 0, so is ν
-    return (sums.grad_sq_sum * scale).sqrt()
-
-
-def _theory(group: Group, sums: Sums) -> Tensor:
-    """∛(λ_{k+1} G² + ν_{k+1}). The theory has a constant γ; under a schedule λ_{k+1} uses γ_k."""
-    next_weight = WEIGHTS[group["weights"]](group, sums.k + 1)
-    grad_bound = torch.as_tensor(group["grad_bound"]).to(sums.grad_sq_sum)
-    return (next_weight * grad_bound**2 + sums.grad_sq_sum) ** (1 / 3)
-
-
-# d_{k+1}
-DENOMINATORS: dict[str, Callable[[Group, Sums], Tensor]] = {
-    "one": lambda _, sums: torch.ones_like(sums.grad_sq_sum),  # 1
-    "sqrt_step": lambda _, sums: torch.full_like(sums.grad_sq_sum, (sums.k + 1) ** 0.5),  # √(k+1)
-    "unweighted": lambda _, sums: sums.grad_sq_sum.sqrt(),  # √(∑ γ_i g_i²)
-    "weighted": lambda _, sums: sums.grad_sq_sum.sqrt(),  # √(∑ λ_i g_i²)
-    "weighted_numerator": _weighted_numerator,  # √(k+1) √(∑ λ_i g_i² / ∑ λ_i)
-    "cube_root": lambda _, sums: sums.grad_sq_sum ** (1 / 3),  # ∛(∑ λ_i g_i²)
-    "theory": _theory,  # ∛(λ_{k+1} G² + ∑ λ_i g_i²)
-}
-
-CHOICES = {
-    "weights": tuple(WEIGHTS),
-    "denominator": tuple(DENOMINATORS),
-    "averaging": tuple(AVERAGING),
-    "centre": ("x0", "origin"),
-}
 
 
 class Choices(TypedDict, total=False):
@@ -85,7 +41,14 @@ class Choices(TypedDict, total=False):
     weights: Literal["one", "lr", "power"]
     power: float  # p of γ_k (k+1)^p
     denominator: Literal[
-        "one", "sqrt_step", "unweighted", "weighted", "weighted_numerator", "cube_root", "theory"
+        "one",
+        "sqrt_step",
+        "unweighted",
+        "weighted",
+        "weighted_numerator",
+        "mean",
+        "cube_root",
+        "theory",
     ]
     grad_bound: float | Tensor | None  # G, or one G per coordinate, of denominator "theory"
     averaging: Literal["none", "constant", "uniform", "theory", "polynomial"]
@@ -93,17 +56,20 @@ class Choices(TypedDict, total=False):
     r: float  # of averaging "polynomial", c_k = (r+1)/(k+j+r)
     j: float
     centre: Literal["x0", "origin"]  # where the proximal function is 0
+    mirror: bool  # divide each λ_i g_i by its own d_{i+1} + ε, and not their sum by the newest
+    holds: bool  # a coordinate of x moves only where that goes down by the newest gradient
     eps: float
-    weight_decay: float  # coupled: added to the gradient as weight_decay · x
+    weight_decay: float  # added to the gradient as weight_decay · x
+    decoupled_weight_decay: bool  # or: x and z shrink by 1 - lr · weight_decay
     maximize: bool
 
 
 class DualAveraging(Optimizer):
-    """A dual averaging method built from three choices; each subclass is a method of the paper.
+    """A dual averaging method built from three choices; each subclass is a method.
 
     Each parameter counts its own steps, and its x_0 is its value at its own first step. The state
-    is the same for all methods: ∑ λ_i g_i, ∑ λ_i g_i², ∑ λ_i, the centre and the step count, in
-    float32 for half-precision parameters.
+    is the same for all methods: the sum of the gradients, that of their squares, that of the
+    squares' weights, the centre and the step count, in float32 for half-precision parameters.
     """
 
     choices: ClassVar[Choices] = {}
@@ -122,8 +88,11 @@ class DualAveraging(Optimizer):
             "r": 0.5,
             "j": 1.0,
             "centre": "x0",
+            "mirror": False,
+            "holds": False,
             "eps": 0.0,
             "weight_decay": 0.0,
+            "decoupled_weight_decay": False,
             "maximize": False,
         }
         unknown = sorted(chosen.keys() - defaults.keys())
@@ -169,21 +138,36 @@ class DualAveraging(Optimizer):
         x, grad = (tensor.to(layout.state_dtype(param)) for tensor in (param, grad))
         if group["maximize"]:
             grad = -grad
-        if group["weight_decay"]:
+        if group["decoupled_weight_decay"]:
+            shrink = 1 - float(group["lr"]) * float(group["weight_decay"])
+            x = x * shrink
+            state["centre"] *= shrink  # and so z
+            state["grad_sum"] *= shrink
+        elif group["weight_decay"]:
             grad = grad + x * group["weight_decay"]
-        weight = WEIGHTS[group["weights"]](group, k)  # λ_k
-        square_weight = float(group["lr"]) if group["denominator"] == "unweighted" else weight
-        grad_sum = state["grad_sum"].add_(grad * weight)  # s_{k+1} = s_k + λ_k g_k
-        # ν_{k+1} = ν_k + λ_k g_k²
-        grad_sq_sum = state["grad_sq_sum"].add_(grad * square_weight * grad)
-        weight_sum = state["weight_sum"].add_(weight).item()  # Λ_{k+1} = Λ_k + λ_k
-        sums = Sums(k, grad_sq_sum, weight_sum)
-        denominator = DENOMINATORS[group["denominator"]](group, sums) + group["eps"]  # d_{k+1} + ε
-        # z_{k+1} = centre - s_{k+1} / (d_{k+1} + ε)
-        dual_point = state["centre"] - grad_sum * _inverse(denominator)
+        denominator = self._denominator(group, state, k, grad)  # d_{k+1} + ε
+        step = grad * WEIGHTS[group["weights"]](group, k)  # λ_k g_k
+        if group["mirror"]:
+            state["grad_sum"] += step * _inverse(denominator)
+            dual_point = state["centre"] - state["grad_sum"]
+        else:
+            state["grad_sum"] += step  # s_{k+1} = s_k + λ_k g_k
+            # z_{k+1} = centre - s_{k+1} / (d_{k+1} + ε)
+            dual_point = state["centre"] - state["grad_sum"] * _inverse(denominator)
         c = AVERAGING[group["averaging"]](group, k + 1)  # c_{k+1}
-        param.copy_(x - (x - dual_point) * c)  # x_{k+1} = (1 - c_{k+1}) x_k + c_{k+1} z_{k+1}
+        new_x = x - (x - dual_point) * c  # x_{k+1} = (1 - c_{k+1}) x_k + c_{k+1} z_{k+1}
+        if group["holds"] and c < 1:  # where c is 1, x is z
+            new_x = torch.where((dual_point - x) * grad.sign() < 0, new_x, x)
+        param.copy_(new_x)
         state["step"] += 1
+
+    def _denominator(self, group: Group, state: dict[str, Tensor], k: int, grad: Tensor) -> Tensor:
+        name = group["denominator"]
+        weight = SQUARE_WEIGHTS.get(name, WEIGHTS[group["weights"]])(group, k)
+        grad_sq_sum = state["grad_sq_sum"].add_(grad * weight * grad)  # ν_{k+1} = ν_k + λ_k g_k²
+        weight_sum = state["weight_sum"].add_(weight).item()  # Λ_{k+1} = Λ_k + λ_k
+        denominator = DENOMINATORS[name](group, Sums(k, grad_sq_sum, weight_sum))
+        return denominator + float(group["eps"])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, in plain dicts, so that `torch.load(weights_only=True)` reads it."""
@@ -265,6 +249,22 @@ class TheoreticalMADGRAD(DualAveraging):
     """
 
     choices: ClassVar[Choices] = {"denominator": "theory", "averaging": "theory"}
+
+
+class MADGRADW(DualAveraging):
+    """Ours: z_{k+1} = z_k - γ_k g_k / √(∑ w_i g_i² / ∑ w_i), with weights w_i of nearly √(i+1).
+
+    x is a moving average of z, and held where z lies uphill by the newest gradient. With
+    decoupled_weight_decay=True it equals `cubegrad.MADGRADW`.
+    """
+
+    choices: ClassVar[Choices] = {
+        "weights": "lr",
+        "denominator": "mean",
+        "mirror": True,
+        "holds": True,
+        "eps": 1e-8,
+    }
 
 
 class InlineAveragedSGD(DualAveraging):

@@ -16,6 +16,7 @@ ChoiceNames = dict[str, tuple[str, ...]]  # option -> the names it accepts
 
 BUFFERS = ("grad_sum", "grad_sq_sum", "centre")  # shaped as the parameter
 SCALARS = ("step", "weight_sum")
+FLAGS = ("mirror", "holds", "decoupled_weight_decay", "maximize")
 GRAD_BOUND_REMEDY = "pass the largest absolute value a coordinate of a gradient can take"
 
 
@@ -52,7 +53,8 @@ def check_options(options: Group, choices: ChoiceNames) -> None:
         value = one_number(name, options[name], limit.remedy)
         if not limit.holds(value):
             raise ValueError(f"{name}={value} must be {limit.text}; {limit.remedy}")
-    flag("maximize", options["maximize"])
+    for name in FLAGS:
+        flag(name, options[name])
     if options["weights"] == "one" and float(options["lr"]) != 1:
         raise ValueError(
             f"lr={float(options['lr'])} must be 1 with weights='one', which have no step size; "

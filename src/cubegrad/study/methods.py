@@ -85,6 +85,12 @@ METHODS: dict[str, Method] = {
     "theoretical-madgrad": Method(
         "theoretical MADGRAD", partial(family.TheoreticalMADGRAD, grad_bound=1.0), (1e-2, 1.0)
     ),
+    "family-madgradw": Method(
+        "MADGRADW (family)",
+        partial(family.MADGRADW, decoupled_weight_decay=True),
+        (1e-4, 1e-2),
+        decoupled=True,
+    ),
     "inline-sgd": Method("SGD by averaging", family.InlineAveragedSGD, (1e-1, 1e1)),
     "prodigy": Method(
         "Prodigy",
