@@ -150,6 +150,17 @@ def test_it_solves_adams_counter_example(lr):
     assert max(end_on_the_interval(build, 3.0, 1.0, 3, 3000, False)) == -1.0
 
 
+@pytest.mark.training
+def test_rare_large_gradients_take_it_to_the_wrong_side():
+    """Each is divided by a root that it has just raised. MADGRAD goes the right way (test_claims)."""
+
+    def build(params):
+        return cubegrad.MADGRADW(params, lr=0.1, weight_decay=0.0)
+
+    late = end_on_the_interval(build, 1010.0, 10.0, 101, 8080, False)
+    assert np.median(late) == pytest.approx(0.78, abs=0.02)
+
+
 def test_the_squares_may_fall_faster_than_a_rate():
     """AdaGrad's bound needs √ν_k / γ_k never to fall. Here it does, even with γ ∝ 1/√(k+1)."""
     param = start()
