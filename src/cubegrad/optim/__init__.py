@@ -80,7 +80,7 @@ class MADGRAD(BaseOptimizer):
 
 
 class MADGRADW(BaseOptimizer):
-    """The member of MADGRAD's family that takes AdamW's settings as they are.
+    """The member of MADGRAD's family that takes AdamW's settings as they are; not of the paper.
 
     For k = 0, 1, …, with w the weight decay and c = 1 - momentum:
 
@@ -104,11 +104,10 @@ class MADGRADW(BaseOptimizer):
         weight_decay: decoupled decay, AdamW's.
         amsgrad: must be False; taken so that an AdamW call runs unchanged.
         betas: as AdamW takes them: the first is the momentum, the second is not needed.
-        decoupled_weight_decay: False makes an L2 term of weight_decay, as Adam has it.
-        decoupled_lr, maximize, foreach, fused, capturable, differentiable, stochastic_rounding: as
-            for `MADGRAD`.
-        compact: keep about 2 bytes of state per parameter instead of 8, of the tensors that
-            `MADGRAD` has codes for.
+
+    The other arguments are those of `MADGRAD`. decoupled_weight_decay is True unless given; False
+    makes an L2 term of weight_decay, as Adam has it. compact=True keeps about 2 bytes of state per
+    parameter instead of 8.
     """
 
     _rule = rule.MADGRADW
