@@ -152,7 +152,7 @@ def test_it_solves_adams_counter_example(lr):
 
 @pytest.mark.training
 def test_rare_large_gradients_take_it_to_the_wrong_side():
-    """Each is divided by a root that it has just raised. MADGRAD goes the right way (test_claims)."""
+    """Each is divided by a root that it has just raised; MADGRAD goes the right way."""
 
     def build(params):
         return cubegrad.MADGRADW(params, lr=0.1, weight_decay=0.0)

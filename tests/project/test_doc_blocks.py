@@ -20,15 +20,16 @@ from cubegrad import cautions
 
 ROOT = Path(__file__).parents[2]
 PAGES = {  # how many blocks they have
-    "README.md": 1,
+    "README.md": 2,
     "docs/algorithm.md": 1,
     "docs/auto.md": 1,
     "docs/coming_from.md": 1,
     "docs/distributed.md": 2,
     "docs/gradient_release.md": 1,
     "docs/index.md": 1,
-    "docs/jax.md": 4,
+    "docs/jax.md": 5,
     "docs/learning_rate.md": 2,
+    "docs/madgradw.md": 2,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
     "docs/param_groups.md": 4,
