@@ -80,19 +80,21 @@ class MADGRAD(BaseOptimizer):
 
 
 class MADGRADW(BaseOptimizer):
-    """The member of MADGRAD's family that takes AdamW's settings as they are; not of the paper.
+    """The member of MADGRAD's family that takes AdamW's settings. It is ours, not the paper's.
 
     For k = 0, 1, …, with w the weight decay and c = 1 - momentum:
 
-        a_k     = 3/2 / (k + 3/2)
+        a_k     = 1.5 / (k + 1.5)
         ν_{k+1} = (1 − a_k) ν_k + a_k g_k²
         z_{k+1} = (1 − γ_k w) z_k − γ_k g_k / (√ν_{k+1} + ε)
         x'      = (1 − γ_k w) x_k
-        x_{k+1} = x' + c (z_{k+1} − x') where (z_{k+1} − x') g_k < 0, else x'
+        x_{k+1} = x' + c (z_{k+1} − x')
+
+    The last line applies where (z_{k+1} − x') g_k < 0; elsewhere x_{k+1} = x'.
 
     The square root makes a step free of the gradient's scale, so lr and weight_decay are AdamW's
-    numbers. ν is a mean over the whole run, with the paper's weights √(k+1). A coordinate of x
-    follows z only where that goes down by the newest gradient; what is held back is not lost,
+    numbers. ν is a mean over the whole run, nearly with the paper's weights √(k+1). A coordinate of
+    x follows z only where that goes down by the newest gradient; what is held back is not lost,
     since z has moved. See docs/madgradw.md.
 
     Args:
