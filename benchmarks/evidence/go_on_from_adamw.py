@@ -6,15 +6,17 @@ A byte-level GPT of 2 layers trains with AdamW at a constant rate. Then three ru
 weights, over the same batches: AdamW with its state, MADGRADW with that state converted by
 `cubegrad.interop.convert`, and MADGRADW with no state. The table has the training loss of the
 next steps and, for the first one, how far the weights move and in which direction beside AdamW's.
+All numbers are means over the seeds; the file has each.
 """
 
 import argparse
 import copy
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,9 +28,9 @@ import cubegrad
 sys.path.append(str(Path(__file__).parents[1]))
 from shared import byte_gpt, facts
 
-PRESET = byte_gpt.Preset(128, 2, 4, 96, 12, 1500, 1, 20)
+PRESET = byte_gpt.Preset(128, 2, 4, 96, 12, 1500, 2, 20)
 SETTINGS: dict[str, float] = {"lr": 2e-3, "weight_decay": 0.1}
-SPANS = (1, 10, 100, 500)  # steps after the change, over which losses are averaged
+SPANS = (10, 100, 500)  # steps after the change, over which losses are averaged
 NAMES = ("AdamW, goes on", "MADGRADW, from AdamW's state", "MADGRADW, no state")
 
 
@@ -55,24 +57,24 @@ def going_on(name: str, adamw: torch.optim.AdamW, params: Any) -> Any:
         return optimizer
     optimizer = cubegrad.MADGRADW(params, **SETTINGS)
     if "no state" not in name:
-        converted = cubegrad.interop.convert(adamw.state_dict(), optimizer)
-        optimizer.load_state_dict(converted)
+        optimizer.load_state_dict(cubegrad.interop.convert(adamw.state_dict()))
     return optimizer
 
 
-def measure(text: Path, preset: byte_gpt.Preset, after: int) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
+def measure(
+    data: byte_gpt.Text, preset: byte_gpt.Preset, after: int, seed: int
+) -> list[dict[str, Any]]:
+    torch.manual_seed(seed)
     model = byte_gpt.GPT(preset)
-    data = byte_gpt.Text(text, preset, "cpu")
     adamw = torch.optim.AdamW(model.parameters(), **SETTINGS)
-    before = list(losses(model, adamw, data.windows("train", 0, preset.steps, preset.batch)))
+    before = list(losses(model, adamw, data.windows("train", 2 * seed, preset.steps, preset.batch)))
     rows, first_moves = [], {}
     for name in NAMES:
         own = copy.deepcopy(model)
         run = losses(
             own,
             going_on(name, adamw, own.parameters()),
-            data.windows("train", 1, after, preset.batch),
+            data.windows("train", 2 * seed + 1, after, preset.batch),
         )
         seen = [next(run)]
         move = first_moves[name] = flat(own) - flat(model)
@@ -81,26 +83,31 @@ def measure(text: Path, preset: byte_gpt.Preset, after: int) -> list[dict[str, A
         rows.append(
             {
                 "name": name,
-                "before": statistics.mean(before[-100:]),
-                "losses": {str(n): statistics.mean(seen[:n]) for n in SPANS if n <= after},
-                "last": statistics.mean(seen[-max(1, after // 5) :]),
+                "seed": seed,
+                "before": mean(before[-100:]),
+                "losses": {str(n): mean(seen[:n]) for n in SPANS if n <= after},
+                "last": mean(seen[-max(1, after // 5) :]),
                 "length": (move.norm() / adams.norm()).item(),
                 "cosine": (torch.dot(move, adams) / move.norm() / adams.norm()).item(),
             }
         )
-        byte_gpt.say(f"{name}: {rows[-1]['losses']}")
+        byte_gpt.say(f"seed {seed}, {name}: {rows[-1]['losses']}")
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     spans = list(rows[0]["losses"])
-    heads = ["", "first step: length", "cosine", *(f"mean of {n}" for n in spans), "last fifth"]
+    heads = ["", "first step: length", "cosine", *(f"loss, first {n}" for n in spans), "last fifth"]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    for row in rows:
-        numbers = [f"{row['length']:.2f}", f"{row['cosine']:.2f}"]
-        numbers += [f"{row['losses'][n]:.3f}" for n in spans]
-        lines.append(f"| {row['name']} | {' | '.join([*numbers, format(row['last'], '.3f')])} |")
-    return "\n".join(lines)
+    for name in NAMES:
+        own = [row for row in rows if row["name"] == name]
+        moves = [mean(row[key] for row in own) for key in ("length", "cosine")]
+        losses = [mean(row["losses"][n] for row in own) for n in spans]
+        losses.append(mean(row["last"] for row in own))
+        cells = [*(f"{one:.2f}" for one in moves), *(f"{one:.3f}" for one in losses)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    before = mean(row["before"] for row in rows)
+    return "\n".join([*lines, "", f"The last 100 steps of AdamW before: {before:.3f} bits a byte."])
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -108,14 +115,26 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=PRESET.steps, help="of AdamW")
     parser.add_argument("--after", type=int, default=500, help="steps after it")
+    parser.add_argument("--seeds", type=int, default=PRESET.seeds)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
     preset = PRESET._replace(steps=options.steps)
-    rows = measure(options.text, preset, options.after)
+    data = byte_gpt.Text(options.text, preset, "cpu")
+    rows = [
+        row for seed in range(options.seeds) for row in measure(data, preset, options.after, seed)
+    ]
     if options.json:
-        about = {"machine": facts.processor(), "torch": torch.__version__, "steps": preset.steps}
+        about = {
+            "machine": facts.processor(),
+            "threads": torch.get_num_threads(),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "cubegrad": facts.version("cubegrad"),
+            "torch": torch.__version__,
+            "steps": preset.steps,
+            "settings": SETTINGS,
+        }
         facts.write(about | {"rows": rows}, options.json)
-    byte_gpt.say(f"\nbefore: {rows[0]['before']:.3f} bits a byte\n\n{table(rows)}")
+    byte_gpt.say(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":
