@@ -1,34 +1,40 @@
 """Which choices make MADGRADW: each made differently, at AdamW's best rate and decay.
 
     python benchmarks/evidence/madgradw_choices.py --preset gpu --data data --out runs/choices
-    ... --problems cifar10 --variants q3,m0.8 --seeds 0,6 --workers 8 --minutes 9
+    ... --preset gpu-confirm --variants adamw,madgradw,q3,m0.8 --workers 8 --minutes 9
+    ... --preset cpu --problems novels-gpt --variants adamw --seeds 0 --lrs 4e-3,8e-3
     ... --table
 
-Nothing is searched: rate and decay are the best that docs/results has for AdamW. The runs of
-`TRIALS` are shorter than those of docs/results, but for fine-tuning. Each variant is compared with
-MADGRADW seed for seed. Runs that are in --out are not repeated.
+On a GPU nothing is searched: rate and decay are the best that docs/results has for AdamW. On a CPU
+they are AdamW's best of those that --lrs has tried, with seed 0. A choice is made by the problems
+and seeds of `gpu` or `cpu`, and confirmed by others, also by longer runs: `gpu-confirm`,
+`cpu-confirm`. Each variant is compared with MADGRADW seed for seed. Runs that are in --out are not
+repeated.
 """
 
 import argparse
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from madgradw_variants import BASE, CHANGES, COMBINED, PREFIX
+import choices_table
+from choices_table import OTHERS
+from madgradw_variants import BASE, CHANGES, PREFIX
 
-from cubegrad.study import StudyError, catalogue, methods, statistics
+from cubegrad.study import StudyError, catalogue, methods
 from cubegrad.study.plan import Plan
-from cubegrad.study.records import Record, Runs, Settings
+from cubegrad.study.records import Runs, Settings
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shared import shared_device
 from shared.shared_device import Job, Wanted
 
 CHOOSING = (0, 6)  # not among the seeds of docs/results
-OTHERS = ("adamw", BASE)
+CONFIRMING = (1, 2, 3, 4, 5)
+MODULES = {"novels-gpt": "text_problems:novels", "wikitext-gpt": "text_problems:wikitext"}
 
 
 class Trial(NamedTuple):
@@ -48,17 +54,28 @@ TRIALS = {
         Trial("finetune", 2.5e-3, 0.05, 20),
         Trial("bookwiki", 2.5e-3, 0.05, 60, 10, "polynomial:1000", 4),
         Trial("cifar10", 5e-4, 0.5, 100, 18),
+    ),
+    "gpu-confirm": (
+        Trial("bookwiki", 2.5e-3, 0.05, 240, 30, "polynomial:3000", 4),
         Trial("imagenet", 1e-3, 2.5, 120, 20),
         Trial("iwslt14", 2.5e-2, 0.1, 100, 10),
         Trial("fastmri", 2.5e-3, 2.5e-2, 100, 2),
         Trial("digits", 5e-3, 0.01, 5),
     ),
-    "cpu": (Trial("digits", 5e-3, 0.01, 10),),
+    "cpu": (
+        Trial("novels-gpt", 8e-3, 0.1, 40),
+        Trial("wikitext-gpt", 2e-3, 0.1, 12),
+    ),
+    "cpu-confirm": (
+        Trial("novels-gpt", 8e-3, 0.1, 120, 12, "polynomial:300"),
+        Trial("digits", 5e-3, 0.01, 10, 30),
+    ),
 }
 
 
 def settings(trial: Trial, method: str, seed: int, preset_name: str) -> Settings:
-    problem = catalogue.find(trial.problem)
+    problem = catalogue.find(MODULES.get(trial.problem, trial.problem))
+    preset_name = preset_name.partition("-")[0]
     changes = {"epochs": trial.epochs, "schedule": trial.schedule}
     given = {name: value for name, value in changes.items() if value}
     preset = replace(problem.presets[preset_name], **given)
@@ -69,75 +86,33 @@ def settings(trial: Trial, method: str, seed: int, preset_name: str) -> Settings
 
 def wanted(options: argparse.Namespace) -> Iterator[tuple[Trial, Settings]]:
     trials = shared_device.chosen(TRIALS[options.preset], options.problems)
-    for seed in options.seeds:
+    seeds = CONFIRMING if options.preset.endswith("-confirm") else CHOOSING
+    for seed in options.seeds or seeds:
         for name in options.variants:
             for trial in trials:
                 one = settings(trial, name, seed, options.preset)
-                yield trial, replace(one, epochs=options.epochs or one.epochs)
+                for lr in options.lrs or (one.lr,):
+                    yield trial, replace(one, lr=lr, epochs=options.epochs or one.epochs)
 
 
 def jobs(options: argparse.Namespace, runs: Runs) -> list[Job]:
     done = runs.load()[0]
     todo = [
-        Wanted(trial.problem, one, trial.seconds, trial.at_once)
+        Wanted(MODULES.get(trial.problem, trial.problem), one, trial.seconds, trial.at_once)
         for trial, one in wanted(options)
         if one.key not in done
     ]
     return shared_device.jobs(todo, options.data, runs)
 
 
-Gains = dict[int, float]  # by seed
-
-
-def gains(records: Iterable[Record]) -> dict[str, dict[str, Gains]]:
-    """By problem and method: by how much each seed is better than MADGRADW's."""
-    results: dict[Settings, dict[str, Record]] = defaultdict(dict)
-    for record in records:
-        results[replace(record.settings, method=BASE)][record.settings.method] = record
-    found: dict[str, dict[str, Gains]] = defaultdict(lambda: defaultdict(dict))
-    for one, by_method in results.items():
-        if (base := by_method.get(BASE)) is None:
-            continue
-        metric, sign = base.about["metric"], 1 if base.about["higher_is_better"] else -1
-        for method, record in by_method.items():
-            ours, theirs = base.last(metric), record.last(metric)
-            worst = float("-inf")
-            gain = worst if theirs is None or ours is None else sign * (theirs - ours)
-            found[one.problem][method][one.seed] = gain
-    return found
-
-
-def table(records: Iterable[Record]) -> str:
-    """Markdown: by how much each variant is better than MADGRADW, seed for seed."""
-    records = list(records)
-    found = gains(records)
-    problems = [problem for problem in catalogue.NAMES if problem in found]
-    units = {record.settings.problem: record.about["unit"] for record in records}
-    names = [f"{problem}, {units[problem] or 'SSIM'}" for problem in problems]
-    lines = [f"| | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    methods_of = dict.fromkeys(method for problem in problems for method in found[problem])
-    for method in sorted(methods_of, key=_order):
-        cells = [_cell(found[problem].get(method, {})) for problem in problems]
-        lines.append(f"| {_label(method)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _order(method: str) -> tuple[int, str]:
-    known = [*OTHERS, *(PREFIX + name for name in (*CHANGES, *COMBINED))]
-    return known.index(method) if method in known else len(known), method
-
-
-def _label(method: str) -> str:
-    return methods.METHODS[method].label if method in methods.METHODS else method
-
-
-def _cell(by_seed: Gains) -> str:
-    if not by_seed:
-        return "–"
-    each = [f"{by_seed[seed]:+.3f}" for seed in sorted(by_seed)]
-    mean = statistics.estimate(list(by_seed.values())).mean
-    text = each[0] if len(each) == 1 else f"{mean:+.3f} ({', '.join(each)})"
-    return text.replace("-", "−")
+def columns(options: argparse.Namespace) -> list[Settings]:
+    """The settings of all trials, whose runs are compared."""
+    return [
+        replace(one, epochs=options.epochs or one.epochs)
+        for preset, trials in TRIALS.items()
+        for trial in trials
+        for one in (settings(trial, BASE, 0, preset),)
+    ]
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -145,7 +120,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = shared_device.parser(description, tuple(TRIALS), "runs/choices")
     add: Any = parser.add_argument
     add("--variants", type=_methods, default=",".join((*OTHERS, *CHANGES)), metavar="A,B")
-    add("--seeds", type=_seeds, default=CHOOSING, metavar="A,B")
+    add("--seeds", type=_seeds, metavar="A,B", help="else 0,6 to choose, 1 to 5 to confirm")
+    add("--lrs", type=_rates, metavar="A,B", help="instead of AdamW's best")
     return parser.parse_args(words)
 
 
@@ -158,8 +134,14 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    shared_device.run_and_print(parse(words), jobs, table)
+    options = parse(words)
+    table = partial(choices_table.table, columns=columns(options))
+    shared_device.run_and_print(options, jobs, table)
 
 
 if __name__ == "__main__":

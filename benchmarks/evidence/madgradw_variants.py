@@ -1,6 +1,5 @@
 """MADGRADW with each of its choices made differently, for `madgradw_choices.py`."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,8 +45,7 @@ class Variant(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        del closure  # the study's training passes none
+    def step(self) -> None:  # type: ignore[override]
         newest = self._newest()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
