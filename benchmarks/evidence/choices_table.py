@@ -61,7 +61,11 @@ def _gains(results: Results, columns: Sequence[Settings]) -> str:
 
 def _column(one: Settings, run: Record) -> str:
     unit = run.about["unit"]
-    return f"{one.problem}, {one.epochs} epochs{f', {unit}' if unit else ''}"
+    return f"{_name(one)}{f', {unit}' if unit else ''}"
+
+
+def _name(one: Settings) -> str:
+    return f"{one.problem}, {one.epochs} epoch{'s' if one.epochs > 1 else ''}"
 
 
 def _cell(method: str, by_method: dict[str, dict[int, Record]]) -> str:
@@ -81,7 +85,7 @@ def _cell(method: str, by_method: dict[str, dict[int, Record]]) -> str:
         text += f" ({', '.join(each)})"
     elif found.interval:
         text += " [{:+.3f}, {:+.3f}]".format(*found.interval)
-        text = f"**{text}**" if found.sign else text
+        text = (f"**{text}**" if found.sign else text) + f", {len(each)} seeds"
     return text.replace("-", "−")
 
 
@@ -100,7 +104,7 @@ def _rates(results: Results) -> list[str]:
 def _rate_table(results: Results, settings: Sequence[Settings]) -> str:
     first = settings[0]
     rates = " | ".join(f"lr {one.lr:g}" for one in settings)
-    lines = [f"| {first.problem}, {first.epochs} epochs | {rates} |"]
+    lines = [f"| {_name(first)} | {rates} |"]
     lines.append(f"|---|{'---:|' * len(settings)}")
     for method in ORDER:
         runs = [results[one].get(method, {}) for one in settings]

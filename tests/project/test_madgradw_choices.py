@@ -47,7 +47,7 @@ def test_a_variant_is_compared_with_madgradw_seed_for_seed():
     assert table(found, columns).splitlines() == [
         "| | toy, 2 epochs, bits |",
         "|---|---:|",
-        "| AdamW | **−0.150 [−0.274, −0.026]** |",
+        "| AdamW | **−0.150 [−0.274, −0.026]**, 3 seeds |",
         "| MADGRADW | 2.000 |",
         "| q 3 | +0.050 (+0.200, −0.100) |",
         "| not held | diverged |",
@@ -101,7 +101,7 @@ def test_it_runs_and_resumes(tmp_path):
     first = said()
     found = Runs(tmp_path).load()[0]
     assert {one.settings.method for one in found.values()} == {"adamw", "madgradw", "madgradw/q3"}
-    assert "| | digits, 1 epochs, % |" in first.stdout
+    assert "| | digits, 1 epoch, % |" in first.stdout
     assert first.stderr.count("start digits") == 3
     second = said()
     assert second.stdout == first.stdout
