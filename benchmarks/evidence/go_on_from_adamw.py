@@ -51,13 +51,14 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def going_on(name: str, adamw: torch.optim.AdamW, params: Any) -> Any:
+    state = copy.deepcopy(adamw.state_dict())  # loading it would share its tensors
     if name.startswith("AdamW"):
         optimizer: Any = torch.optim.AdamW(params, **SETTINGS)
-        optimizer.load_state_dict(adamw.state_dict())
+        optimizer.load_state_dict(state)
         return optimizer
     optimizer = cubegrad.MADGRADW(params, **SETTINGS)
     if "no state" not in name:
-        optimizer.load_state_dict(cubegrad.interop.convert(adamw.state_dict()))
+        optimizer.load_state_dict(cubegrad.interop.convert(state))
     return optimizer
 
 

@@ -64,7 +64,7 @@ TRIALS = {
     ),
     "cpu": (
         Trial("novels-gpt", 8e-3, 0.1, 40),
-        Trial("wikitext-gpt", 2e-3, 0.1, 12),
+        Trial("wikitext-gpt", 4e-3, 0.1, 12),
     ),
     "cpu-confirm": (
         Trial("novels-gpt", 8e-3, 0.1, 120, 12, "polynomial:300"),

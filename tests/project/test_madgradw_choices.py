@@ -147,3 +147,16 @@ def test_what_follows_adamw_runs_and_has_a_table(tmp_path, capsys):
     adamw = report["rows"][0]
     assert [adamw["length"], adamw["cosine"]] == pytest.approx([1.0, 1.0], abs=1e-4)
     assert go_on_from_adamw.table(report["rows"]) in capsys.readouterr().out
+
+
+def test_what_goes_on_leaves_the_state_of_adamw_to_the_next_one():
+    import go_on_from_adamw
+
+    model = torch.nn.Linear(3, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    adamw.step()
+    before = adamw.state[model.weight]["exp_avg"].clone()
+    for name in go_on_from_adamw.NAMES:
+        go_on_from_adamw.going_on(name, adamw, list(model.parameters())).step()
+        assert torch.equal(adamw.state[model.weight]["exp_avg"], before), name
