@@ -79,14 +79,19 @@ def _cell(method: str, by_method: dict[str, dict[int, Record]]) -> str:
     found = gain(by_method[method], by_method[BASE])
     if found.lost or found.estimate is None:
         return "diverged" if found.lost else "–"
-    each = [f"{found.gains[seed]:+.3f}" for seed in sorted(found.gains)]
-    text = f"{found.estimate.mean:+.3f}"
+    each = [_signed(found.gains[seed]) for seed in sorted(found.gains)]
+    text = _signed(found.estimate.mean)
     if len(each) == 2:
         text += f" ({', '.join(each)})"
     elif found.interval:
-        text += " [{:+.3f}, {:+.3f}]".format(*found.interval)
+        text += f" [{', '.join(map(_signed, found.interval))}]"
         text = (f"**{text}**" if found.sign else text) + f", {len(each)} seeds"
-    return text.replace("-", "−")
+    return text
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.3f}".replace("-", "−")
+    return text if float(f"{value:.3f}") else "0.000"
 
 
 def _rates(results: Results) -> list[str]:
