@@ -73,6 +73,32 @@ def test_the_page_has_the_tables_of_its_records():
     assert go_on_from_adamw.table(rows) in PAGE.read_text(encoding="utf-8")
 
 
+def test_the_summary_of_madgradw_has_the_means_of_these_records():
+    import choices_table
+    import madgradw_choices
+
+    page = (ROOT / "docs" / "madgradw.md").read_text(encoding="utf-8")
+    found = Runs(RESULTS / "choices").load()[0]
+    results = choices_table.grouped(found.values())
+    for column in madgradw_choices.columns(madgradw_choices.parse([])):
+        runs = results.get(choices_table._common(column))
+        if not runs:  # no run is as long
+            continue
+        seeds = runs["adamw"].keys() & runs["madgradw"].keys()
+        adamw, ours = (
+            sum(runs[name][seed].last(runs[name][seed].about["metric"]) for seed in seeds)
+            / len(seeds)
+            for name in ("adamw", "madgradw")
+        )
+        places = 2 if adamw > 50 else 3
+        assert f"| {adamw:.{places}f} | {ours:.{places}f} | " in page
+    rows = json.loads((RESULTS / "going_on.json").read_text())["rows"]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        cells = [sum(row["losses"][span] for row in own) / len(own) for span in own[0]["losses"]]
+        assert " | ".join(f"{cell:.3f}" for cell in cells) in page
+
+
 def test_the_default_variants_are_one_run_a_seed_at_the_best_rate_of_adamw():
     import madgradw_choices as choices
 
