@@ -18,7 +18,7 @@ class Variant(Optimizer):
     Args:
         q: newer squares weigh (k+1)^q; "schedule" weighs them by λ_k = γ_k √(k+1).
         holds: "held", "scaled" (by the inverse of the part that is not held, tensor by tensor),
-            "dropped" (where x is held, z is set back to it: a cautious step without memory) or "free".
+            "dropped" (where x is held, z is set back to it) or "free".
         factor: on the step, not on the decay.
         decays: "both" x and z, "z" alone, or "agreeing": where the decay goes the way of x - z.
         eps_inside: √(ν + ε) instead of √ν + ε.

@@ -24,66 +24,70 @@ TARGET INLINE void NAME(prefetch)(struct NAME(chunk) t, int64_t i)
         prefetch(t.c + AHEAD + i, LANES * sizeof(REAL));
 }
 
-TARGET INLINE void NAME(update_averaged)(int plain, int asking, struct NAME(constants) h, int64_t n,
-                                         struct NAME(chunk) t, const REAL *root,
-                                         struct NAME(lanes) *lanes)
+/* What follows from the roots. */
+TARGET INLINE void NAME(from_roots)(int plain, int asking, struct rule rule, struct NAME(constants) h,
+                                    int64_t i, int64_t n, struct NAME(chunk) t,
+                                    const REAL *root, struct NAME(lanes) *lanes)
+{
+    if (rule.pulls)
+        NAME(pull)(plain, asking, h, n, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
+    else if (t.b)
+        NAME(move)(plain, 1, rule, h, n, t.param + i, t.grad + i, root + i, t.b + i);
+    else
+        NAME(move)(plain, 0, rule, h, n, t.param + i, t.grad + i, root + i, NULL);
+}
+
+TARGET INLINE void NAME(update)(int plain, int asking, struct rule rule, struct NAME(constants) h,
+                                int64_t n, struct NAME(chunk) t, const REAL *root,
+                                struct NAME(lanes) *lanes)
 {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        NAME(pull)(plain, asking, h, LANES, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
-                      lanes);
-    NAME(pull)(plain, asking, h, n - i, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
-}
-
-TARGET INLINE void NAME(with_momentum)(int plain, struct rule rule, struct NAME(constants) h,
-                                       int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
-{
-    REAL root[CHUNK];
-    BITS most[LANES] = {0}, *own = lanes ? most : NULL, largest = 0;
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        NAME(prefetch)(t, i);
-        NAME(add_squares)(plain, rule, h, LANES, t.param + i, t.grad + i, t.b + i, root + i, own);
-    }
-    NAME(add_squares)(plain, rule, h, n - i, t.param + i, t.grad + i, t.b + i, root + i, own);
-    for (int j = 0; j < LANES; j++)
-        largest = most[j] > largest ? most[j] : largest;
-    if (lanes && largest >= NAME(to_bits)((REAL)INFINITY))
-        NAME(update_averaged)(plain, 1, h, n, t, root, lanes);
-    else
-        NAME(update_averaged)(plain, 0, h, n, t, root, lanes);
-}
-
-/* n elements from one on, without x_0 or without a pull. */
-TARGET INLINE void NAME(update_part)(int plain, struct rule rule, struct NAME(constants) h, int64_t i,
-                                     int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
-{
-    if (rule.pulls)
-        NAME(pull_without_start)(plain, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
-    else if (t.b)
-        NAME(move)(plain, 1, rule, h, n, t.param + i, t.grad + i, t.a + i, t.b + i);
-    else
-        NAME(move)(plain, 0, rule, h, n, t.param + i, t.grad + i, t.a + i, NULL);
-}
-
-TARGET INLINE void NAME(update)(int plain, struct rule rule, struct NAME(constants) h, int64_t n,
-                                struct NAME(chunk) t, struct NAME(lanes) *lanes)
-{
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        NAME(prefetch)(t, i);
-        NAME(update_part)(plain, rule, h, i, LANES, t, lanes);
-    }
-    NAME(update_part)(plain, rule, h, i, n - i, t, lanes);
+        NAME(from_roots)(plain, asking, rule, h, i, LANES, t, root, lanes);
+    NAME(from_roots)(plain, asking, rule, h, i, n - i, t, root, lanes);
 }
 
 TARGET INLINE void NAME(update_chunk)(int plain, struct rule rule, struct NAME(constants) h,
                                       int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
 {
-    if (rule.pulls && t.c != NULL)
-        NAME(with_momentum)(plain, rule, h, n, t, lanes);
+    REAL root[CHUNK];
+    BITS most[LANES] = {0}, *own = lanes ? most : NULL, largest = 0;
+    NAME(at) *squares = rule.pulls ? t.b : t.a;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        NAME(prefetch)(t, i);
+        NAME(add_squares)(plain, rule, h, LANES, t.param + i, t.grad + i, squares + i, root + i, own);
+    }
+    NAME(add_squares)(plain, rule, h, n - i, t.param + i, t.grad + i, squares + i, root + i, own);
+    for (int j = 0; j < LANES; j++)
+        largest = most[j] > largest ? most[j] : largest;
+    if (lanes && largest >= NAME(to_bits)((REAL)INFINITY))
+        NAME(update)(plain, 1, rule, h, n, t, root, lanes);
     else
-        NAME(update)(plain, rule, h, n, t, lanes);
+        NAME(update)(plain, 0, rule, h, n, t, root, lanes);
+}
+
+/* With a pull, but without x_0, which only momentum needs. */
+TARGET INLINE void NAME(update_without_start)(int plain, struct rule rule, struct NAME(constants) h,
+                                              int64_t n, struct NAME(chunk) t,
+                                              struct NAME(lanes) *lanes)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        NAME(prefetch)(t, i);
+        NAME(pull_without_start)(plain, rule, h, LANES, t.param + i, t.grad + i, t.a + i, t.b + i,
+                                 lanes);
+    }
+    NAME(pull_without_start)(plain, rule, h, n - i, t.param + i, t.grad + i, t.a + i, t.b + i, lanes);
+}
+
+TARGET INLINE void NAME(step_chunk)(int plain, struct rule rule, struct NAME(constants) h,
+                                    int64_t n, struct NAME(chunk) t, struct NAME(lanes) *lanes)
+{
+    if (rule.pulls && t.c == NULL)
+        NAME(update_without_start)(plain, rule, h, n, t, lanes);
+    else
+        NAME(update_chunk)(plain, rule, h, n, t, lanes);
 }
 
 TARGET static void NAME(load)(REAL *restrict to, const char *restrict from, enum kind kind,
@@ -152,7 +156,8 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
 {
     const struct row *row = &job->rows[index];
     struct NAME(constants) h = NAME(constants_of)(job, *row->step);
-    int plain = h.decay == 0 && h.sign == 1;
+    struct rule method = RULES[job->rule];
+    int plain = h.decay == 0 && h.sign == 1 && (h.normal_eps || (method.root == 3 && !method.pulls));
     int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
     REAL x[CHUNK] = {0}, g[CHUNK];
     struct NAME(lanes) lanes = {0};
@@ -184,20 +189,20 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     if (job->rule == name) {                                                                       \
         const struct rule rule = {__VA_ARGS__};                                                    \
         if (plain && sums && rule.pulls)                                                           \
-            NAME(update_chunk)(1, rule, h, n, t, &lanes);                                          \
+            NAME(step_chunk)(1, rule, h, n, t, &lanes);                                          \
         else if (plain)                                                                            \
-            NAME(update_chunk)(1, rule, h, n, t, NULL);                                            \
+            NAME(step_chunk)(1, rule, h, n, t, NULL);                                            \
         else if (sums && rule.pulls)                                                               \
-            NAME(update_chunk)(0, rule, h, n, t, &lanes);                                          \
+            NAME(step_chunk)(0, rule, h, n, t, &lanes);                                          \
         else                                                                                       \
-            NAME(update_chunk)(0, rule, h, n, t, NULL);                                            \
+            NAME(step_chunk)(0, rule, h, n, t, NULL);                                            \
     }
         FOR_EACH_RULE(UPDATE)
 #undef UPDATE
         for (int64_t i = 0; t.c && i < n && h.shrink != 1; i++)
             t.c[i] *= h.shrink;
         REAL exact[CHUNK]; /* of x, if z is kept as z - x */
-        int takes = RULES[job->rule].relative && t.b && job->param != job->state;
+        int takes = method.relative && t.b && job->param != job->state;
         if (takes)
             memcpy(exact, x, (size_t)n * sizeof *x);
 #if !WIDE
