@@ -117,8 +117,8 @@ def test_state_dtype_is_the_dtype_of_the_sums(method, state_dtype):
     assert {leaf.dtype.name for leaf in sums} == {state_dtype}
     points = jax.tree.leaves(state[-1])
     assert {leaf.dtype.name for leaf in points} <= {"float32"}
-    # Without momentum x_0 can be recovered, but not from rounded sums.
-    assert bool(points) == (method.name == "mirror" or state_dtype == "bfloat16")
+    # Without momentum x_0 can be recovered and z is x, but not from rounded sums.
+    assert bool(points) == (state_dtype == "bfloat16")
 
 
 @pytest.mark.compilation
@@ -174,8 +174,9 @@ def test_parameters_and_state_are_donated_and_reused(variant, init):
     memory = step.lower(params, state, params).compile().memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((params, state)))
     assert memory.alias_size_in_bytes == size
-    if variant in ("madgrad", "mirror_madgrad", "madgradw"):  # docs/jax.md has the exceptions
-        assert memory.temp_size_in_bytes <= 256  # scalars; w alone has 2048
+    arrays = {"madgrad": 0, "mirror_madgrad": 0, "madgradw": 3}  # docs/jax.md has the exceptions
+    if variant in arrays:
+        assert memory.temp_size_in_bytes <= 256 + arrays[variant] * 2048  # scalars, and w's size
     grads = jax.tree.map(lambda p: p + 1.0, params)
     for _ in range(2):
         old = jax.tree.leaves((params, state))
@@ -208,5 +209,5 @@ def test_state_is_sharded_like_its_parameter():
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 9
     assert all(line.endswith(": sharded") for line in lines)

@@ -18,6 +18,7 @@ settings.register_profile(
     "cubegrad", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("cubegrad")
+DEFAULTS = {"weight_decay": 1e-2, "decoupled_weight_decay": True}  # MADGRADW's
 MANY = int(os.environ.get("CUBEGRAD_EXAMPLES", "1"))  # `make test-all` sets 10
 
 layouts = st.sampled_from(cases.SHAPES)
@@ -114,7 +115,7 @@ def test_any_run_follows_the_oracle(run, method):
         optimizer.step()
         for param, reference, chosen in zip(params, references, owner, strict=True):
             if param.grad is not None:
-                default = {"eps": 1e-6 if method is cases.MADGRAD else 0.0}
+                default = {"eps": 1e-6} | (DEFAULTS if method is cases.MADGRADW else {})
                 reference.step(cases.numbers(param.grad), cases.settings(default | chosen))
     for param, reference in zip(params, references, strict=True):
         scale = 1 + np.abs(reference.x).max(initial=0.0)

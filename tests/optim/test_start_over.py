@@ -16,7 +16,7 @@ RATES = [0.1, "auto"]
 
 
 def is_possible(form, lr):
-    return lr != "auto" or not form.startswith("mirror")
+    return lr != "auto" or not form.startswith(("mirror", "madgradw"))
 
 
 CASES = [(form, lr) for form in FORMS for lr in RATES if is_possible(form, lr)]

@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.processes
 def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
     numbers = tmp_path / "numbers.json"
-    options = ("--size", "100m", "--steps", "2", "--tokens", str(len(TEXT)))
+    options = ("--size", "100m", "--steps", "3", "--tokens", str(len(TEXT)))
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, "--text", text, "--json", numbers, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -45,10 +45,10 @@ def test_100m_parameters_learn_and_their_memory_adds_up(text, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())
     assert found["parameters"] == PARAMETERS
-    first, last = found["losses"]
-    assert len(re.findall(r"^step ", done.stdout, re.MULTILINE)) == 2
+    first, _, last = found["losses"]
+    assert len(re.findall(r"^step ", done.stdout, re.MULTILINE)) == 3
     assert first == pytest.approx(math.log(32_000), abs=1)  # 3 seeds: 10.25 to 10.79
-    assert last < first - 0.3  # 3 seeds, with and without AVX-512: lower by 0.86 to 0.94
+    assert last < first - 0.3  # 3 seeds, with and without AVX-512: lower by 0.94 to 1.03
 
     memory = found["memory"]
     peak = memory.pop("peak")

@@ -22,7 +22,7 @@ FUSED = False
 
 # Lists of the state's dtype that are alive at the rule's peak, measured over all options: the two
 # new sums, parts of a displacement, shrunk copies, and copies of half-precision input.
-ALIVE_AT_PEAK = 11
+ALIVE_AT_PEAK = 13
 # Small enough for malloc to serve from its heap: on 2 cores of a Xeon with 2 MiB of L2 each, 2^23
 # float32 elements took 155 ms a step in slices of 2^15, 650 ms in slices of 2^16 or whole.
 CPU_SLICE_BYTES = 2**17
