@@ -238,6 +238,9 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--optimizers", nargs="+", default=[""], help="only rows whose name has one of these"
     )
+    parser.add_argument(
+        "--level", help="instructions of our CPU kernel: baseline, avx2, avx512; default: the best"
+    )
     parser.add_argument("--small", action="store_true", help="toy sizes, to test the script")
     args = parser.parse_args(arguments)
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -251,12 +254,25 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def level(name: str | None) -> dict[str, str]:
+    """Set the instructions of our CPU kernel; torch's stay as they are."""
+    if name is None:
+        return {}
+    from cubegrad.backends.native import launch
+
+    known = launch.LEVELS[: launch.LEVEL + 1]
+    if name not in known:
+        raise SystemExit(f"--level {name}: this machine has {', '.join(known)}")
+    launch.LEVEL = known.index(name)
+    return {"level": name}
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = options(arguments)
     on_gpu = args.device.type == "cuda"
     sweep = torch.randn(2**16 if args.small else SWEPT, device=args.device)
     rig = Rig(args.device, args.budget, args.small, sweep)
-    report = Report(machine(args.device), bandwidth(rig, "start"))
+    report = Report(machine(args.device) | level(args.level), bandwidth(rig, "start"))
     for name, speed in report.bandwidth_gb_per_s.items():
         print(f"{name}: {speed:,.4g} GB/s", file=sys.stderr, flush=True)
     pairs = [

@@ -57,7 +57,7 @@ def test_a_sparse_run_equals_the_dense_one(backend, method, options):
 @each_method
 @each_backend
 def test_sparse_gradients_after_momentum_is_switched_off(backend, method, dtype):
-    """Rows without a gradient also have to move from x to z once; half precision keeps x_0, z or z - x."""
+    """Rows without a gradient also have to move from x to z once; bfloat16 keeps both."""
     if backend.interpreted and dtype == torch.bfloat16:
         pytest.skip("truncates, so rows that are stepped without a gradient change")
     tables = [parameters([(4, 2)], dtype, backend.device)[0] for _ in range(2)]

@@ -70,6 +70,19 @@ def test_every_case_is_timed_against_its_floor(measured):
     assert {"device", "torch", "date"} <= set(report["machine"])
 
 
+def test_a_level_of_instructions_is_chosen_by_its_name(monkeypatch):
+    import step_time
+
+    from cubegrad.backends.native import launch
+
+    monkeypatch.setattr(launch, "LEVEL", launch.LEVEL)
+    assert step_time.level(None) == {}
+    assert step_time.level("baseline") == {"level": "baseline"}
+    assert launch.LEVEL == 0
+    with pytest.raises(SystemExit, match="--level avx9: this machine has baseline"):
+        step_time.level("avx9")
+
+
 def test_steps_during_backward_are_timed_beside_adam(tmp_path, capsys):
     import release_time
 
