@@ -13,10 +13,8 @@
 #define CHUNK 256
 /* What lies this many elements ahead is prefetched: the arithmetic is long enough to keep the processor
    from running ahead to the next cache misses by itself. */
-#define AHEAD 256
-#ifndef CODES_AHEAD
+#define AHEAD 512
 #define CODES_AHEAD 1024
-#endif
 /* A thread is worth waking for this many elements: 1 MB to move. */
 #define GRAIN 32768
 #define PIECE 16384
