@@ -161,8 +161,9 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
     REAL x[CHUNK] = {0}, g[CHUNK];
     struct NAME(lanes) lanes = {0};
-    for (int64_t at = begin; at < end; at += CHUNK) {
-        int64_t n = at + CHUNK < end ? CHUNK : end - at;
+    int64_t most = method.root == 2 ? SHORT_CHUNK : CHUNK;
+    for (int64_t at = begin; at < end; at += most) {
+        int64_t n = at + most < end ? most : end - at;
         char *param = (char *)row->param + at * param_width;
         const char *grad = (const char *)job->grads[index] + at * grad_width;
         struct NAME(chunk) t = {
