@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cubegrad import distance
-from cubegrad.rule import Either, Rule, average, shrunk, step_from_root
+from cubegrad.rule import Moved, Rule, shrunk, step_from_root
 
 Array = Any
 Scalar = Any
@@ -258,7 +258,7 @@ def encode(
     return old._replace(offset=code, offset_scale=offset_scale, root=root, root_scale=root_scale)
 
 
-def share(xp: Namespace, momentum: Scalar) -> Scalar:
+def share(xp: Namespace, rule: Rule, momentum: Scalar) -> Scalar:
     """The part of the rounding error of z - x that x takes in; z takes the rest.
 
     In x an error does not add up with others, but it fades only at the rate c = 1 - momentum, and
@@ -266,7 +266,11 @@ def share(xp: Namespace, momentum: Scalar) -> Scalar:
     give x - z the variance (1 + share² a/c) / 2c. As a can be as large as 4/c, this part has to
     shrink faster than c^1.5: with all of it in x, a momentum of 0.995 made some runs diverge. In z
     errors add up, until the gradient takes them back.
+
+    A mean of all z forgets nothing, so it stays exact: y is put where it has not changed.
     """
+    if rule.averages:
+        return 1 - 1 / momentum
     part = ((1 - momentum) / LEAST_EXACT) ** 2
     if isinstance(momentum, int | float):
         return min(part, 1.0)
@@ -278,33 +282,26 @@ def _store(
     bits: Array,
     round_param: Callable[..., Array] | None,
     has_offset: bool,
-    momentum: Scalar,
-    param: Array,
-    ahead: Array,
-    either: Either,
+    part: Scalar,
+    moved: Moved,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
-    """`unrounded` as it is stored: x, and the code and scale of z - x.
+    """x as it is stored, and the code and scale of z - x.
 
     float32 has places enough to take in what rounding changes of the offset. Up to a momentum of
     0.9 it takes in all: x is what the coded offset leaves of z, so that z stays exact, and rounding
     errors do not add up in it. Half precision has no such places: there x is rounded first, and the
     offset is what z lies from that.
     """
-    new_param = average(param, ahead, either(0, 1 - momentum))
-    if round_param is not None:
-        new_param = round_param(xp, new_param, bits)
+    param = moved.param if round_param is None else round_param(xp, moved.param, bits)
     if not has_offset:
-        return new_param, (None, None)
-    before_rounding = ahead * either(-1, -momentum)  # z - x
-    offset = before_rounding if round_param is None else (param - new_param) - ahead
+        return param, (None, None)
+    offset = moved.offset() if round_param is None else moved.offset_from(param)
     code, scale = encode_integers(xp, offset, LARGEST_OFFSET, dither(xp, bits))
     if round_param is None:
-        part = share(xp, momentum)
-        # z, if x takes in all
-        new_param = average(param, ahead, either(part, 1 - (1 - part) * momentum))
-        rounded = new_param - code * (scale * part)
-        new_param = xp.where(code == 0, new_param, rounded)  # taking away -0 would make 0 of -0
-    return new_param, (code, scale)
+        param = moved.towards(part)
+        # Taking away -0 would make 0 of -0.
+        param = xp.where(code == 0, param, param - code * (scale * part))
+    return param, (code, scale)
 
 
 def step(
@@ -324,7 +321,8 @@ def step(
     `param` and `grad` are float32, `dtype` is the one in which the parameter is stored.
     """
     has_offset = codes.offset is not None
-    store = partial(_store, xp, bits, ROUND.get(dtype), has_offset, h.momentum)
+    part = share(xp, rule, h.momentum) if has_offset else 0.0
+    store = partial(_store, xp, bits, ROUND.get(dtype), has_offset, part)
     old, sums = decode(xp, codes), None
     new_param, offset, root, new_away = step_from_root(
         xp, rule, h, step, param, grad, old.offset, old.root, old.initial, store

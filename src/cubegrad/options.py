@@ -42,7 +42,10 @@ FLAGS = (
     *("differentiable", "compact", "stochastic_rounding"),
 )
 # What a group holds beside its options; "estimated_lr" is for loggers.
-KEPT = frozenset({"params", "estimate", "estimated_lr", "last_eps", "reference_lr", "rule"})
+KEPT = frozenset(
+    {"params", "estimate", "estimated_lr", "last_eps", "reference_lr", "rule"}
+    | {"mean", "last_momentum"}
+)
 TAKEN = ("lr", "momentum", "weight_decay", "eps", *FLAGS)
 
 
@@ -75,6 +78,7 @@ class Hyper(NamedTuple):
     found_inf: Any = None  # of a GradScaler: nothing may change unless it is 0
     grad_scale: Any = None  # of a GradScaler: the gradients come multiplied by it
     sums: Any = None  # three float64 numbers to which a backend adds distance.step_sums
+    mean_share: Any = 0.0  # schedule-free: the part of x_{k+1} that z_{k+1} is
 
 
 def name_of(group: dict[str, Any], index: int) -> str:
@@ -252,6 +256,27 @@ def _check_decay(options: dict[str, Any], lr_name: str) -> None:
         raise ValueError(
             f"{lr_name}*weight_decay={lr * decay} must be <= 1 with decoupled_weight_decay=True: "
             f"weights shrink by 1 - {lr_name}*weight_decay a step; lower one of them"
+        )
+
+
+def check_schedule_free(options: Mapping[str, Any]) -> None:
+    """Refuse what a mean of all z cannot have."""
+    momentum = options["momentum"]
+    if hasattr(momentum, "shape"):
+        raise TypeError(
+            f"momentum={momentum!r} must be a plain number with schedule_free=True, where the "
+            f"weights depend on it; use momentum={float(momentum)}"
+        )
+    if momentum == 0:
+        raise ValueError(
+            "momentum=0 must be above 0 with schedule_free=True: it is the part of the mean in the "
+            "point at which gradients are taken; use 0.9"
+        )
+    steps = options["warmup_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(
+            f"warmup_steps={steps!r} must be a whole number of at least 0; use about a twentieth "
+            "of the steps of the run"
         )
 
 

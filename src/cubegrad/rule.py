@@ -15,7 +15,6 @@ difference, so a step that should move nothing changes no bit, not even the sign
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 Array = Any
@@ -24,11 +23,22 @@ Hyper = Any
 Namespace = Any
 State = Mapping[str, Array]  # a rule's buffers, by their names
 Either = Callable[[Scalar, Scalar], Array]
-Store = Callable[[Array, Array, Either], tuple[Array, Any]]
 
 WEIGHTED = "weighted"  # ν_{k+1} = ν_k + λ_k g_k²: a sum, which never falls
 FADING = "fading"  # ν_{k+1} = √(k/(k+1)) ν_k + g_k²
 AVERAGED = "averaged"  # ν_{k+1} = (1 - a_k) ν_k + a_k g_k², a_k = mean_weight(k)
+
+
+class Moved(NamedTuple):
+    """Where a step from the root leads, before rounding."""
+
+    param: Array  # x_{k+1}
+    offset: Callable[[], Array]  # z_{k+1} - x_{k+1}
+    towards: Callable[[Scalar], Array]  # x_{k+1} and this part of the way from there to z_{k+1}
+    offset_from: Callable[[Array], Array]  # z_{k+1} - x of an x that is stored rounded
+
+
+Store = Callable[[Moved], tuple[Array, Any]]
 
 
 class Rule(NamedTuple):
@@ -41,6 +51,7 @@ class Rule(NamedTuple):
     pulls: bool  # dual averaging: z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε)
     holds: bool = False  # x follows z only where that goes down by the newest gradient
     relative: bool = False  # z is kept as z - x: it moves with weights that are edited or loaded
+    averages: bool = False  # schedule-free: x is the mean of all z, gradients are taken at y
 
     @property
     def point(self) -> str:
@@ -77,7 +88,9 @@ MADGRADW = Rule(
     holds=True,
     relative=True,
 )
-RULES = (MADGRAD, MIRROR_MADGRAD, MADGRADW)
+# The parameter is y = (1-β) z + β x, and z - y is kept. So x is y - (z - y) (1-β)/β.
+SCHEDULE_FREE = MADGRADW._replace(name="madgradw_schedule_free", holds=False, averages=True)
+RULES = (MADGRAD, MIRROR_MADGRAD, MADGRADW, SCHEDULE_FREE)
 
 
 def step_weight(rule: Rule, lr: Scalar, step: Scalar) -> Scalar:
@@ -152,6 +165,15 @@ def held(xp: Namespace, rule: Rule, momentum: Scalar, ahead: Array, grad: Array)
     return lambda holds, follows: xp.where(is_held, ones * holds, follows)
 
 
+def towards_mean(h: Hyper, param: Array, move: Array, offset: Array) -> tuple[Array, Array]:
+    """Where y would be if x took in nothing of z_{k+1}, and how far β x_k is ahead of β z_{k+1}.
+
+    `param` is y_k, `offset` z_k - y_k, `move` z_k - z_{k+1}. If x takes in a share of z_{k+1},
+    y_{k+1} is so much nearer to it, and z_{k+1} - y_{k+1} so much smaller.
+    """
+    return param - move * (1 - h.momentum), move * h.momentum - offset
+
+
 def shrunk(h: Hyper, array: Array) -> Array:
     """Decoupled decay. h.shrink is 1 - γ_k wd, or None when there is no such decay."""
     return array if h.shrink is None else array * h.shrink
@@ -187,6 +209,10 @@ def step(
         if rule.point not in state:
             return param - move, new
         point = shrunk(h, state[rule.point])
+        if rule.averages:
+            param, ahead = towards_mean(h, param, move, point)
+            new["dual_offset"] = ahead * (h.mean_share - 1)
+            return param - ahead * h.mean_share, new
         if rule.relative:  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
             ahead = move - point
         else:
@@ -215,10 +241,42 @@ def take_rounding(new: dict[str, Array], new_param: Array, stored: Array) -> Non
         new["dual_offset"] = new["dual_offset"] + (new_param - stored)
 
 
-def unrounded(momentum: Scalar, param: Array, ahead: Array, either: Either) -> tuple[Array, Array]:
-    """x_{k+1} and z_{k+1} - x_{k+1}; `param` is x_k, `ahead` x_k - z_{k+1}."""
-    new_param = average(param, ahead, either(0, 1 - momentum))
-    return new_param, (param - new_param) - ahead
+def moved(
+    xp: Namespace,
+    rule: Rule,
+    h: Hyper,
+    param: Array,
+    grad: Array,
+    move: Array,
+    dual_offset: Array | None,
+) -> Moved:
+    """`param` is x_k, `move` z_k - z_{k+1}, `dual_offset` z_k - x_k, or None where that is 0."""
+    if rule.averages:
+        param, ahead = towards_mean(h, param, move, dual_offset)
+        share = h.mean_share
+        new, offset = param - ahead * share, ahead * (share - 1)
+        return Moved(
+            new,
+            lambda: offset,
+            lambda part: param - ahead * (share + (1 - share) * part),
+            lambda stored: offset + (new - stored),
+        )
+    ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
+    either = held(xp, rule, h.momentum, ahead, grad)
+
+    def towards(part: Scalar) -> Array:
+        return average(param, ahead, either(part, 1 - (1 - part) * h.momentum))
+
+    return Moved(
+        average(param, ahead, either(0, 1 - h.momentum)),  # (1-c) x_k + c z_{k+1}
+        lambda: ahead * either(-1, -h.momentum),
+        towards,
+        lambda stored: (param - stored) - ahead,
+    )
+
+
+def unrounded(moved: Moved) -> tuple[Array, Array]:
+    return moved.param, moved.offset_from(moved.param)
 
 
 def step_from_root(
@@ -258,8 +316,6 @@ def step_from_root(
         force = weighted - away * (new_root - old_root)
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
     move = xp.quotient(force, new_root + h.eps) + 0.0
-    ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
-    store = store or partial(unrounded, h.momentum)
-    # x_{k+1} = (1-c) x_k + c z_{k+1}
-    new_param, new_offset = store(param, ahead, held(xp, rule, h.momentum, ahead, grad))
+    store = store or unrounded
+    new_param, new_offset = store(moved(xp, rule, h, param, grad, move, dual_offset))
     return new_param, new_offset, new_root, None if away is None else away + move

@@ -6,7 +6,9 @@ import pytest
 import torch
 from cases import (
     BACKENDS,
+    METHODS,
     OPTIONS,
+    SCHEDULE_FREE,
     SHAPES,
     each_backend,
     each_backend_of_a_long_test,
@@ -29,15 +31,25 @@ def marks(backend, shape, options):
 
 # Not even `make test-all` interprets all memory layouts with capturable: that takes a minute.
 GRID = [
-    pytest.param(backend, shape, options, marks=marks(backend, shape, options))
+    pytest.param(method, backend, shape, options, marks=marks(backend, shape, options))
+    for method in METHODS
     for backend in BACKENDS
     for shape in (SHAPES[:1] if backend.interpreted and backend.flags else SHAPES)
     for options in OPTIONS
 ]
+# A schedule-free run differs from MADGRADW in what follows from the root alone, and needs momentum.
+OF_MEANS = ("plain", "eps0", "l2-maximize", "decoupled", "large-momentum", "at-random-decoupled")
+GRID += [
+    (SCHEDULE_FREE, backend, shape, options)
+    for backend in BACKENDS
+    for shape in (SHAPES[:1] if backend.interpreted or "capturable" in backend.flags else SHAPES)
+    for options in (OF_MEANS if shape is SHAPES[0] else OF_MEANS[-1:])
+]
+RUNS = [(method, options) for method in METHODS for options in OPTIONS]
+RUNS += [(SCHEDULE_FREE, options) for options in (*OF_MEANS, "decoupled-lr")]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@each_method
+@pytest.mark.parametrize(("method", "options"), RUNS, ids=str)
 @each_backend_of_a_long_test
 def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
     if torch.float64 not in backend.dtypes:
@@ -60,8 +72,7 @@ def test_float64_follows_the_oracle_for_200_steps(backend, method, options):
         np.testing.assert_allclose(cases.numbers(param), reference.x, rtol=0, atol=1e-12)
 
 
-@each_method
-@pytest.mark.parametrize(("backend", "shape", "options"), GRID, ids=str)
+@pytest.mark.parametrize(("method", "backend", "shape", "options"), GRID, ids=str)
 def test_each_step_is_within_a_few_ulp(backend, method, shape, options):
     """The oracle starts each step from the stored numbers, so that errors do not add up."""
     chosen = OPTIONS[options]

@@ -35,7 +35,7 @@ each_hyper = pytest.mark.parametrize("h", HYPERS.values(), ids=HYPERS)
 
 
 def compare(rule, h, dtype, grad_dtype):
-    differences = Differences(h.momentum)
+    differences = Differences(rule, h.momentum)
     native = fresh(rule, h, dtype)
     for k in range(4):
         native = with_gradients(native, k, grad_dtype)
@@ -51,6 +51,8 @@ def compare(rule, h, dtype, grad_dtype):
 @each_hyper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_level_of_instructions_follows_eager(monkeypatch, level, rule, h, dtype):
+    if rule.averages and h.momentum == 0:
+        pytest.skip("a mean of all z needs momentum")
     monkeypatch.setattr(cpu, "LEVEL", level)
     compare(rule, h, dtype, dtype)
 
@@ -78,7 +80,7 @@ def test_without_a_new_root_nothing_differs(monkeypatch, level, rule, dtype):
         reference = copied(native)
         cpu.step(native, h)
         eager.step(reference, h)
-        differences = Differences()
+        differences = Differences(rule)
         differences.add(native, reference)
         differences.check()
         if level == 0:
@@ -196,7 +198,7 @@ def test_a_gradient_that_is_not_finite_stays_in_its_coordinate(
     native = middle(rule, PLAIN, dtype, dtype)
     for row in native.rows:
         row.grad[5, 7] = value
-    differences = Differences()
+    differences = Differences(rule)
     for k in range(2):
         reference = copied(native)
         cpu.step(native, PLAIN)
@@ -220,7 +222,7 @@ def test_a_square_that_overflows_moves_as_eager_does():
         reference = copied(native)
         cpu.step(native, PLAIN)
         eager.step(reference, PLAIN)
-        differences = Differences()
+        differences = Differences(rule)
         differences.add(native, reference)
         differences.check()
 
@@ -233,7 +235,7 @@ def test_eps_0_gives_no_nan(monkeypatch, level, rule, size):
     monkeypatch.setattr(cpu, "LEVEL", level)
     h = PLAIN._replace(eps=0.0)
     native = fresh(rule, h, torch.float32)
-    differences = Differences()
+    differences = Differences(rule)
     for k in range(3):
         native = with_gradients(native, k, torch.float32)
         for row in native.rows:

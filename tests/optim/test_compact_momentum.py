@@ -7,6 +7,7 @@ from high_momentum import ratio
 
 from cubegrad import codec
 from cubegrad.functions import TorchFunctions
+from cubegrad.rule import MADGRADW
 
 # Over 6 seeds: 1.018 to 1.024, 1.034 to 1.047, 1.246 to 1.296. With all of the error in x it was
 # 1.1, 1.6 and 500.
@@ -23,7 +24,7 @@ def test_codes_stay_as_near_to_a_minimum_as_float32_state(cls, momentum):
 def test_the_part_of_the_error_that_goes_into_x():
     """All of it up to the default momentum, where z stays exact, in any form of the number."""
     momenta = [0.0, 0.5, 0.9, 0.95, 0.99, 0.999]
-    parts = [codec.share(TorchFunctions, momentum) for momentum in momenta]
+    parts = [codec.share(TorchFunctions, MADGRADW, momentum) for momentum in momenta]
     assert parts[:3] == [1.0, 1.0, 1.0]
     for momentum, part in zip(momenta, parts, strict=True):
         # What the errors add to the variance of z - x, for the largest steps a that are stable. A
@@ -32,6 +33,8 @@ def test_the_part_of_the_error_that_goes_into_x():
         c, variance = 1 - momentum, (2.8 / 63) ** 2 / 6
         assert variance * (1 + part**2 * 4 / c**2) / (2 * c) < 0.7
     for dtype in (torch.float32, torch.float64):
-        numbers = [codec.share(TorchFunctions, torch.tensor(m, dtype=dtype)) for m in momenta]
+        numbers = [
+            codec.share(TorchFunctions, MADGRADW, torch.tensor(m, dtype=dtype)) for m in momenta
+        ]
         assert [number.item() for number in numbers[:3]] == [1.0, 1.0, 1.0]
         torch.testing.assert_close(torch.stack(numbers).double(), torch.tensor(parts).double())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import cubegrad
+from cubegrad.rule import SCHEDULE_FREE as SCHEDULE_FREE_RULE
 from cubegrad.rule import Rule
 
 
@@ -83,6 +84,17 @@ MADGRAD = Method("madgrad", cubegrad.MADGRAD, oracle.Madgrad)
 MIRROR = Method("mirror", cubegrad.MirrorMADGRAD, oracle.MirrorMadgrad)
 MADGRADW = Method("madgradw", cubegrad.MADGRADW, oracle.Madgradw)
 METHODS = [MADGRAD, MIRROR, MADGRADW]
+
+
+class ScheduleFreeMADGRADW(cubegrad.MADGRADW):
+    _rule = SCHEDULE_FREE_RULE
+    _has_warned_of_saving = True
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, schedule_free=True, **options)
+
+
+SCHEDULE_FREE = Method("schedule-free", ScheduleFreeMADGRADW, oracle.ScheduleFree)
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 # With capturable, Triton's kernels are interpreted for every option in test_backends.py; doing so

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, *HALVES)
 GRAD_DTYPES = (*DTYPES, torch.float64)
 # Rows of one block and several, of whole vectors and not, with a short last block and not.
 SHAPES = ((640, 64), (300, 147), (160, 256), (140, 300), (70, 576), (40, 16, 33, 2), (9, 4608))
-PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, maximize=False)
+PLAIN = Hyper(0.01, 0.9, 1e-6, weight_decay=0.0, shrink=None, maximize=False, mean_share=0.2)
 HYPERS = {
     "plain": PLAIN,
     "no-momentum": PLAIN._replace(momentum=0.0),
@@ -114,9 +114,9 @@ ROUNDED_APART = {torch.float16: 1e-3, torch.bfloat16: 1e-4}
 class Differences:
     """How much two backends differ after single steps from the same state."""
 
-    def __init__(self, momentum=0.9):
+    def __init__(self, rule, momentum=0.9):
         self.codes = self.params = self.count = 0
-        self.share = codec.share(CodedFunctions, momentum)
+        self.share = codec.share(CodedFunctions, rule, momentum)
 
     def add(self, a, b):
         for one, two in zip(a.rows, b.rows, strict=True):

@@ -13,8 +13,8 @@ from cubegrad.backends.triton.kernel import step_units
 from cubegrad.backends.triton.launch import fields
 from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, RULES
 
-NUMBERS = ("lr", "momentum", "shrink", "eps", "decay", "sign")
-POINTERS = {"lr_at": "*fp64", "momentum_at": "*fp64", "shrink_at": "*fp64"}
+NUMBERS = ("lr", "momentum", "shrink", "mean_share", "eps", "decay", "sign")
+POINTERS = dict.fromkeys(("lr_at", "momentum_at", "shrink_at", "mean_share_at"), "*fp64")
 POINTERS |= {"found_inf": "*fp32", "grad_scale": "*fp32", "sums": "*fp64"}
 TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
 
@@ -22,7 +22,7 @@ TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
 def of_rule(rule):
     return dict(
         zip(
-            ("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS", "HOLDS", "RELATIVE"),
+            ("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS", "HOLDS", "RELATIVE", "AVERAGES"),
             fields(rule),
             strict=True,
         )

@@ -232,3 +232,46 @@ class Madgradw(MirrorMadgrad):
 
     def beside(self, stored: Array) -> dict[str, Array]:
         return self.state() | {"dual_offset": self.z - stored}
+
+
+@dataclass
+class ScheduleFree(Madgradw):
+    """`x` is y, where gradients are taken; `mean` the mean of all z."""
+
+    mean: Array = field(init=False)
+    largest: float = 0.0
+    weight_sum: float = 0.0
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mean = self.x.copy()
+
+    def step(self, g: Array, o: Settings) -> None:
+        g, g_size = o.gradient(self.x, np.asarray(g, dtype=np.float64))
+        old_size = np.abs(self.x) + np.abs(self.z) + np.abs(self.mean)
+        shrink = o.shrink()
+        self.z, self.mean = shrink * self.z, shrink * self.mean
+        a = 1.5 / (self.k + 1.5)
+        nu_size = (1 - a) * self.nu + 2 * a * np.abs(g) * g_size
+        self.nu = (1 - a) * self.nu + a * g * g
+        denominator = np.sqrt(self.nu) + o.eps
+        self.z = self.z - o.lr * quotient(g, denominator)
+        self.largest = max(self.largest, o.lr)
+        weight = self.largest**2
+        self.weight_sum += weight
+        if weight:
+            self.mean = self.mean + weight / self.weight_sum * (self.z - self.mean)
+        self.momentum = o.momentum
+        self.x = (1 - o.momentum) * self.z + o.momentum * self.mean
+        self.k += 1
+        moved = o.lr * quotient(g_size, denominator) * (1 + quotient(nu_size, 2 * self.nu))
+        self.size = {
+            "x": np.abs(self.x) + old_size + moved,
+            "dual_offset": np.abs(self.x) + old_size + moved,
+            "grad_sq_sum": nu_size,
+        }
+
+    def restart(self, x: Array, state: dict[str, Array], o: Settings) -> None:
+        super().restart(x, state, o)
+        self.mean = self.x + (1 - 1 / o.momentum) * (self.z - self.x)

@@ -202,12 +202,12 @@ TARGET INLINE void NAME(step_blocks_of)(struct rule rule, enum kind kind, int pl
                 for (int64_t j = i - QUAD; j < i; j += WIDTH_OF)
                     NAME(step_point)(rule, kind, plain, h, source, b, j, &extremes, own);
             if (i > 0 && done < last) { /* not at once, since the scales are still being computed */
-                NAME(encode)(kind, plain, to, old, done);
+                NAME(encode)(rule, kind, plain, to, old, done);
                 done += QUAD;
             }
         }
         for (; done < last; done += QUAD)
-            NAME(encode)(kind, plain, to, old, done);
+            NAME(encode)(rule, kind, plain, to, old, done);
         if (last)
             NAME(finish)(row, kind, to, old);
         if (rule.root == 3 && NAME(smallest_of)(extremes.least) < bits_of(FLT_MIN) - 1) {
@@ -225,7 +225,7 @@ TARGET INLINE void NAME(step_blocks_of)(struct rule rule, enum kind kind, int pl
             NAME(fold)(&lanes, sums);
     }
     for (int64_t i = 0; i < last; i += QUAD)
-        NAME(encode)(kind, plain, to, &blocks[(end - 1) & 1], i);
+        NAME(encode)(rule, kind, plain, to, &blocks[(end - 1) & 1], i);
     NAME(finish)(row, kind, to, &blocks[(end - 1) & 1]);
 }
 
@@ -264,7 +264,7 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
     struct NAME(constants) h = NAME(constants_of)(job, *job->coded_rows[index].step);
     struct rule rule = RULES[job->rule];
     int plain = h.decay == 0 && h.sign == 1 && job->coded_rows[index].offset && h.c != 1;
-    plain = plain && (job->param != SINGLE || h.share == 1);
+    plain = plain && (job->param != SINGLE || h.share == 1 || rule.averages);
     plain = plain && (NAME(in_range)(rule, 0, h) || (rule.root == 3 && !rule.pulls));
     NAME(STEP_BLOCKS)[job->rule][job->param][plain](job, index, begin, end, h, sums);
 }

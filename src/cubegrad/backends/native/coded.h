@@ -157,21 +157,27 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
     }
     if (rule.pulls && lanes)
         NAME(add_vector)(plain, h, lanes, i, raw, p, since, away + move, root);
-    VEC ahead = NAME(fuse)(code, NAME(all)(-from.shrunk_scale), move); /* x_k - z_{k+1} */
-    VEC reach = NAME(all)(h.reach), kept = NAME(all)(h.kept);
+    VEC way = rule.averages ? move * h.momentum : move;
+    VEC ahead = NAME(fuse)(code, NAME(all)(-from.shrunk_scale), way); /* x_k - z_{k+1} */
+    int all_the_way = plain && kind == SINGLE && !rule.averages;
+    VEC left = ahead * h.kept;
+    way = all_the_way ? ahead : ahead * h.reach;
     if (rule.holds) { /* where z lies uphill by the newest gradient, or that is 0 */
         MASK follows = NAME(is_positive)(g, ahead);
-        kept = NAME(choose)(follows, kept, NAME(all)(h.held_kept));
-        reach = NAME(choose)(follows, reach, NAME(all)(h.held_reach));
+        left = NAME(choose)(follows, left, plain ? ahead : ahead * h.held_kept);
+        if (!all_the_way)
+            way = NAME(choose)(follows, way, ahead * h.held_reach);
     }
-    VEC way = plain && kind == SINGLE ? ahead : ahead * reach;
-    VEC y = NAME(fuse)(p, NAME(all)(h.shrink), -way);
-    if (kind == SINGLE) {
-        ahead *= kept;
-    } else {
+    VEC y = NAME(fuse)(p, NAME(all)(h.shrink), rule.averages ? move * -h.c : -way);
+    if (rule.averages)
+        y -= way;
+    if (kind == SINGLE || rule.averages)
+        ahead = left;
+    if (kind != SINGLE) {
+        VEC before = rule.averages ? y : p * h.shrink;
         WORDS random = NAME(random_words)(from.random, i);
         y = kind == HALF ? NAME(round_half)(y, random) : NAME(round_bfloat16)(y, random);
-        ahead -= p * h.shrink - y;
+        ahead -= before - y;
     }
     extremes->offset = NAME(larger_size)(extremes->offset, ahead);
     NAME(put)(b->y + i, y);
@@ -222,7 +228,7 @@ TARGET INLINE void NAME(put_codes)(int plain, struct NAME(target) to, int64_t i,
 }
 
 /* Four vectors, from i on. */
-TARGET INLINE void NAME(encode)(enum kind kind, int plain, struct NAME(target) to,
+TARGET INLINE void NAME(encode)(struct rule rule, enum kind kind, int plain, struct NAME(target) to,
                                 const struct NAME(block) *restrict b, int64_t i)
 {
     if (plain)
@@ -239,8 +245,11 @@ TARGET INLINE void NAME(encode)(enum kind kind, int plain, struct NAME(target) t
             offset[v] = NAME(nearest)(NAME(fuse)(ahead, inverse, NAME(dither)(random)));
         }
         if (kind == SINGLE) {
-            VEC error = NAME(float_of)(offset[v]), y = NAME(get)(b->y + j);
-            NAME(put)(to.param + j, NAME(fuse)(error, NAME(all)(-to.part), y));
+            VEC error = NAME(float_of)(offset[v]), y = NAME(get)(b->y + j), zero = {0};
+            VEC x = NAME(fuse)(error, NAME(all)(-to.part), y);
+            if (rule.averages) /* whose part is below 0, and would make 0 of -0 */
+                x = NAME(choose)(NAME(equal)(error, zero), y, x);
+            NAME(put)(to.param + j, x);
         }
     }
     NAME(put_codes)(plain, to, i, offset, root);

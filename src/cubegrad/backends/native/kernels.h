@@ -32,6 +32,7 @@ struct NAME(constants) {
     REAL share;  /* of codes: codec.share */
     /* Of x - z, what x moves by and what is left of it, and the same where x is held. */
     REAL reach, kept, held_reach, held_kept;
+    REAL momentum, mean_share;
     REAL inverse_weight, weighted_eps; /* 1 / λ_k and ε / λ_k */
     REAL shrink, eps, decay, sign;
     int normal_eps; /* it is at least twice the smallest normal number */
@@ -174,6 +175,12 @@ TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct 
         REAL move = NAME(displacement)(normal, g * h.weight, root[i], h.eps) + 0;
         if (has_dual) {
             REAL point = SHRUNK(dual[i]), z = point - move;
+            if (rule.averages) {
+                REAL ahead = move * h.momentum - point; /* β (x_k - z_{k+1}) */
+                param[i] = x - move * h.c - ahead * h.mean_share;
+                dual[i] = ahead * (h.mean_share - 1);
+                continue;
+            }
             REAL ahead = rule.relative ? move - point : x - z; /* x_k - z_{k+1} */
             REAL c = rule.holds && NAME(is_held)(h, ahead, g) ? 0 : h.c;
             REAL y = x - ahead * c;
@@ -194,13 +201,20 @@ TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, d
     part = part < 1 ? part : 1;
     /* Of float32 in codes, x without its part of the rounding error yet: z if it takes in all. */
     int takes = job->state == CODES && job->param == SINGLE;
-    double reach = takes ? 1 - (1 - part) * (1 - c) : c;
+    double reach = takes ? 1 - (1 - part) * (1 - c) : c, kept = n->momentum;
+    if (rule.averages) { /* y for x, and β (x - z) for x - z */
+        part = 1 - 1 / n->momentum;
+        reach = takes ? part + (1 - part) * n->mean_share : n->mean_share;
+        kept = 1 - n->mean_share;
+    }
     return (struct NAME(constants)){
         .c = (REAL)c,
         .share = (REAL)part,
         .reach = (REAL)reach,
         .held_reach = (REAL)(n->momentum == 0 ? reach : takes ? part : 0),
-        .kept = (REAL)n->momentum,
+        .kept = (REAL)kept,
+        .momentum = (REAL)n->momentum,
+        .mean_share = (REAL)n->mean_share,
         .held_kept = (REAL)(n->momentum != 0),
         .shrink = (REAL)n->shrink,
         .eps = (REAL)n->eps,

@@ -23,7 +23,7 @@ KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3
 CODES = 4  # the kind of a state in codes
 LEVELS = ("baseline", "avx2", "avx512")
 LEVEL = tensors.native.BEST_LEVEL  # of the instructions this machine has
-NUMBERS = struct.Struct("6d").pack
+NUMBERS = struct.Struct("7d").pack
 
 
 class Launch:
@@ -54,7 +54,8 @@ class Launch:
         if h.grad_scale is not None:
             sign /= h.grad_scale.item()
         shrink = 1.0 if h.shrink is None else float(h.shrink)
-        numbers = NUMBERS(float(h.lr), float(h.momentum), shrink, h.eps, h.weight_decay, sign)
+        moving = float(h.lr), float(h.momentum), shrink
+        numbers = NUMBERS(*moving, h.eps, h.weight_decay, sign, float(h.mean_share))
         sums = 0
         if h.sums is not None:
             dense = h.sums.is_cpu and h.sums.shape == (3,) and h.sums.is_contiguous()
@@ -72,7 +73,7 @@ class Launch:
 def _index(rule: Rule) -> int:
     """The rule's place among those that step.h has loops for."""
     squares = SQUARES.index(rule.squares)
-    shape = (rule.pulls, rule.holds, rule.relative)
+    shape = (rule.pulls, rule.holds, rule.relative, rule.averages)
     fields = (rule.root, rule.growth_root or 0, squares, *shape)
     index: int = tensors.native.RULES.index(fields)
     return index

@@ -124,9 +124,8 @@ static PyObject *rules(void)
     for (Py_ssize_t i = 0; all != NULL && i < RULE_COUNT; i++) {
         const struct rule *rule = &RULES[i];
         PyObject *fields =
-            Py_BuildValue("(iiiiii)", rule->root, rule->growth_root,
-                                         (int)rule->squares, rule->pulls, rule->holds,
-                                         rule->relative);
+            Py_BuildValue("(iiiiiii)", rule->root, rule->growth_root, (int)rule->squares,
+                          rule->pulls, rule->holds, rule->relative, rule->averages);
         if (fields == NULL || PyTuple_SetItem(all, i, fields) < 0)
             Py_CLEAR(all);
     }

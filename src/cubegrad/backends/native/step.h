@@ -14,12 +14,13 @@ enum squares { WEIGHTED, FADING, AVERAGED };
 struct rule {
     int root, growth_root; /* of λ_k; 0: it is γ_k */
     enum squares squares;
-    int pulls, holds, relative;
+    int pulls, holds, relative, averages;
 };
 #define FOR_EACH_RULE(RULE)                                                                        \
-    RULE(MADGRAD, 3, 2, WEIGHTED, 1, 0, 0)                                                         \
-    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0, 0, 0)                                                    \
-    RULE(MADGRADW, 2, 0, AVERAGED, 0, 1, 1)
+    RULE(MADGRAD, 3, 2, WEIGHTED, 1, 0, 0, 0)                                                      \
+    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0, 0, 0, 0)                                                 \
+    RULE(MADGRADW, 2, 0, AVERAGED, 0, 1, 1, 0)                                                     \
+    RULE(SCHEDULE_FREE, 2, 0, AVERAGED, 0, 0, 1, 1)
 #define INDEX(name, ...) name,
 enum rule_index { FOR_EACH_RULE(INDEX) RULE_COUNT };
 #undef INDEX
@@ -54,7 +55,7 @@ struct coded_row {
 
 /* The numbers of one step, the same for every tensor. */
 struct numbers {
-    double lr, momentum, shrink, eps, weight_decay, sign;
+    double lr, momentum, shrink, eps, weight_decay, sign, mean_share;
 };
 
 struct job {

@@ -123,8 +123,10 @@ def encode_offset(offset, random):
 
 
 @triton.jit
-def share(momentum):
+def share(momentum, AVERAGES: tl.constexpr):
     """The part of an offset's rounding error that x takes in; z takes the rest."""
+    if AVERAGES:
+        return 1 - 1 / momentum
     part = (1 - momentum) / 0.099
     return tl.minimum(part * part, 1.0)
 

@@ -72,11 +72,12 @@ def _add(sums, terms, finite):
 def _update(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     width, column, length, spacing, index,
-    weight, fade, newest, momentum, shrink, eps, decay, sign, agreement, product, roots,
+    weight, fade, newest, momentum, mean_share, shrink, eps, decay, sign,
+    agreement, product, roots,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr,
-    PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
-    SUMS: tl.constexpr,
+    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
+    FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One block of `width` coordinates, the first at this column of its row of the parameter.
 
@@ -86,7 +87,7 @@ def _update(
     """
     code = tl.arange(0, BLOCK)
     place = code
-    part = share(momentum)
+    part = share(momentum, AVERAGES)
     # For "even" in a form that tells the compiler that 16 neighbours are in or out together.
     mask = code // 16 < width // 16 if FORM == "even" else code < width
     if FORM == "whole":
@@ -158,16 +159,29 @@ def _update(
     r_code, r_scale = encode_root(new_root, random, least_scale, LOW_BIT)
     tl.store(r_at, (r_code >> 1).to(tl.uint8), mask)
     tl.store(r_scale_at, r_scale)
-    ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
-    if HOLDS:
-        momentum = tl.where(is_held(momentum, ahead, g), 1.0, momentum)
-    if HAS_OFFSET and P == tl.float32:
-        m_code, m_scale, m = encode_offset(ahead * -momentum, random)
-        # z_{k+1} less the decoded offset, if x takes in all of the rounding error.
-        reached = tl.fma(-ahead, tl.zeros_like(ahead) + (1 - (1 - part) * momentum), x)
-        new = reached - m * (m_scale * part)
+    ones = tl.zeros_like(move) + 1
+    if AVERAGES:
+        x = tl.fma(move, ones * (momentum - 1), x)
+        ahead = move * momentum - decayed_m  # β (x_k - z_{k+1})
+        reach, kept = mean_share, 1 - mean_share
+        reach_in_part = mean_share + part * kept
     else:
-        new = tl.fma(ahead, tl.zeros_like(ahead) + (momentum - 1), x)
+        ahead = move - decayed_m if HAS_OFFSET else move  # x_k - z_{k+1}
+        if HOLDS:
+            momentum = tl.where(is_held(momentum, ahead, g), 1.0, momentum)
+        reach, kept = 1 - momentum, momentum
+        reach_in_part = 1 - (1 - part) * momentum
+    if HAS_OFFSET and P == tl.float32:
+        m_code, m_scale, m = encode_offset(ahead * -kept, random)
+        # x_{k+1} and its part of the way to z_{k+1}, from which the decoded offset leads back.
+        reached = tl.fma(-ahead, ones * reach_in_part, x)
+        new = reached - m * (m_scale * part)
+        if AVERAGES:  # whose part is below 0, and would make 0 of -0
+            new = tl.where(m == 0, reached, new)
+    else:
+        new = tl.fma(-ahead, ones * reach, x)
+        if AVERAGES:
+            x, ahead = new, ahead * kept
         if P != tl.float32:
             new = rounded(new, random, P)
         if HAS_OFFSET:
@@ -183,11 +197,11 @@ def _update(
 def _step_blocks(
     p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
     todo, column, length, spacing, index,
-    weight, fade, newest, momentum, shrink, eps, decay, sign,
+    weight, fade, newest, momentum, mean_share, shrink, eps, decay, sign,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, LOW_BIT: tl.constexpr,
-    PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr, FORM: tl.constexpr,
-    SUMS: tl.constexpr,
+    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
+    FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """As many blocks as there are to do; the addresses are those of the first."""
     zeros = tl.zeros((LANES,), tl.float32)
@@ -196,10 +210,10 @@ def _step_blocks(
         width = BLOCK if FORM == "whole" else tl.minimum(length - column, BLOCK)
         agreement, product, roots = _update(
             p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-            width, column, length, spacing, index, weight, fade, newest, momentum, shrink,
-            eps, decay, sign, agreement, product, roots,
-            ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS, FORM,
-            SUMS,
+            width, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
+            shrink, eps, decay, sign, agreement, product, roots,
+            ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
+            NO_EPS, FORM, SUMS,
         )  # fmt: skip
         if FORM != "whole":
             column += width
@@ -213,17 +227,20 @@ def _step_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "span", "lr", "momentum", "shrink", "eps", "decay", "sign"]
+    do_not_specialize=[
+        *("n_rows", "span", "lr", "momentum", "shrink", "mean_share", "eps", "decay", "sign"),
+    ]
 )
 def step_coded_units(
     rows, grads, units, ticket, n_rows: "i32", span: "i32",
-    lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
-    lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
+    lr: "i64", momentum: "i64", shrink: "i64", mean_share: "i64", eps: "i64", decay: "i64",
+    sign: "i64", lr_at, momentum_at, shrink_at, mean_share_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
     HOLDS: tl.constexpr,
     RELATIVE: tl.constexpr,  # noqa: ARG001  of codes, the offset always is
-    HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr, ALL_WHOLE: tl.constexpr,
-    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
+    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
+    NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
 
@@ -237,6 +254,7 @@ def step_coded_units(
     lr = number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
     momentum = number(momentum, S) if momentum_at is None else tl.load(momentum_at).to(S)
     shrink = number(shrink, S) if shrink_at is None else tl.load(shrink_at).to(S)
+    mean_share = number(mean_share, S) if mean_share_at is None else tl.load(mean_share_at).to(S)
     if grad_scale is not None:
         sign = sign / tl.load(grad_scale).to(S)
     finite = True if found_inf is None else tl.load(found_inf) == 0
@@ -263,34 +281,34 @@ def step_coded_units(
         if ALL_WHOLE:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
-                eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
-                "whole", sums is not None,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
+                shrink, eps, decay, sign,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
+                NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even & (length % BLOCK == 0):
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
-                eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
-                "whole", sums is not None,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
+                shrink, eps, decay, sign,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
+                NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
-                eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
-                "even", sums is not None,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
+                shrink, eps, decay, sign,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
+                NO_EPS, "even", sums is not None,
             )  # fmt: skip
         else:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
-                todo, column, length, spacing, index, weight, fade, newest, momentum, shrink,
-                eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS, NO_EPS,
-                "any", sums is not None,
+                todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
+                shrink, eps, decay, sign,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
+                NO_EPS, "any", sums is not None,
             )  # fmt: skip
         if sums is not None:
             store_sums(sums, agreement, product, roots)

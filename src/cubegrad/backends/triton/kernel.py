@@ -163,12 +163,15 @@ def _update_pulled(
 
 @triton.jit
 def _update_moved(
-    p_at, g_at, v_at, z_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
-    place, first, length, spacing, ROOT: tl.constexpr, SQUARES: tl.constexpr,
-    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr,
+    p_at, g_at, v_at, z_at, left, weight, fade, newest, momentum, mean_share, shrink, eps, decay,
+    sign, place, first, length, spacing, ROOT: tl.constexpr, SQUARES: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One block of a rule without a pull; HAS_POINT: z is kept, if RELATIVE as z - x."""
+    """One block of a rule without a pull; HAS_POINT: z is kept, if RELATIVE as z - x.
+
+    AVERAGES: x is y, and takes in z_{k+1} with `mean_share`.
+    """
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
     p, p_at = _load(p_at, offsets, mask, P, WHOLE)
@@ -182,16 +185,22 @@ def _update_moved(
     tl.store(v_at, v, mask)
     if HAS_POINT:
         point, z_at = _load(z_at, offsets, mask, S, WHOLE)
-        if RELATIVE:
+        if AVERAGES:
+            ahead = move * momentum - point * shrink  # β (x_k - z_{k+1})
+        elif RELATIVE:
             ahead = move - point * shrink  # x_k - z_{k+1}
         else:
             z = point * shrink - move  # z_{k+1} = z_k - λ_k g_k / (∛ν_{k+1} + ε)
             tl.store(z_at, z, mask)
             ahead = x - z
-        share = 1 - momentum
-        if HOLDS:
-            share = tl.where(is_held(momentum, ahead, g), 0.0, share)
-        new = x - ahead * share
+        if AVERAGES:
+            new = x - move * (1 - momentum) - ahead * mean_share
+            x, ahead = new, ahead * (1 - mean_share)  # y_{k+1} - z_{k+1}
+        else:
+            share = 1 - momentum
+            if HOLDS:
+                share = tl.where(is_held(momentum, ahead, g), 0.0, share)
+            new = x - ahead * share
     else:
         new = x - move
     if place is not None:
@@ -203,11 +212,11 @@ def _update_moved(
 
 @triton.jit
 def _update(
-    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
-    agreement, product, roots, place, first, length, spacing,
+    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, mean_share, shrink, eps,
+    decay, sign, agreement, product, roots, place, first, length, spacing,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
+    RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
     DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One block; `weight`, `fade` and `newest` are what `factors` gives."""
@@ -219,9 +228,9 @@ def _update(
         )  # fmt: skip
     else:
         _update_moved(
-            p_at, g_at, a_at, b_at, left, weight, fade, newest, momentum, shrink, eps, decay, sign,
-            place, first, length, spacing,
-            ROOT, SQUARES, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, WHOLE,
+            p_at, g_at, a_at, b_at, left, weight, fade, newest, momentum, mean_share, shrink, eps,
+            decay, sign, place, first, length, spacing,
+            ROOT, SQUARES, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK, WHOLE,
         )  # fmt: skip
     return agreement, product, roots
 
@@ -271,22 +280,24 @@ def number(bits, S: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "length", "lr", "momentum", "shrink", "eps", "decay", "sign"]
+    do_not_specialize=[
+        *("n_rows", "length", "lr", "momentum", "shrink", "mean_share", "eps", "decay", "sign"),
+    ]
 )
 def step_units(
     rows, grads, units, ticket, n_rows: "i32", length: "i32",
-    lr: "i64", momentum: "i64", shrink: "i64", eps: "i64", decay: "i64", sign: "i64",
-    lr_at, momentum_at, shrink_at, found_inf, grad_scale, sums,
+    lr: "i64", momentum: "i64", shrink: "i64", mean_share: "i64", eps: "i64", decay: "i64",
+    sign: "i64", lr_at, momentum_at, shrink_at, mean_share_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
-    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, AT_RANDOM: tl.constexpr,
-    DECAYS: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
-    ROOT, GROWTH_ROOT, SQUARES, PULLS, HOLDS and RELATIVE are the fields of the rule.
+    ROOT, GROWTH_ROOT, SQUARES, PULLS, HOLDS, RELATIVE and AVERAGES are the fields of the rule.
 
-    `lr_at`, `momentum_at` and `shrink_at` point to these numbers if they are on the device.
+    `lr_at` and those that follow it point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
     are rounded at random. DECAYS: the sums are wanted, and `decay` is not 0.
     """
@@ -294,6 +305,7 @@ def step_units(
     lr = number(lr, S) if lr_at is None else tl.load(lr_at).to(S)
     momentum = number(momentum, S) if momentum_at is None else tl.load(momentum_at).to(S)
     shrink = number(shrink, S) if shrink_at is None else tl.load(shrink_at).to(S)
+    mean_share = number(mean_share, S) if mean_share_at is None else tl.load(mean_share_at).to(S)
     if grad_scale is not None:
         sign = sign / tl.load(grad_scale).to(S)
     finite = True if found_inf is None else tl.load(found_inf) == 0
@@ -309,19 +321,19 @@ def step_units(
         for _ in range(0, tl.minimum(left, length), BLOCK):
             if aligned & (left >= BLOCK):
                 agreement, product, roots = _update(
-                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink,
-                    eps, decay, sign, agreement, product, roots,
+                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum,
+                    mean_share, shrink, eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, True,
-                    sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK,
+                    True, sums is not None, DECAYS,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
-                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, shrink,
-                    eps, decay, sign, agreement, product, roots,
+                    p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum,
+                    mean_share, shrink, eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, HAS_POINT, P, G, S, BLOCK, False,
-                    sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK,
+                    False, sums is not None, DECAYS,
                 )  # fmt: skip
             left -= BLOCK
             if AT_RANDOM:

@@ -41,8 +41,8 @@ CODED_SPANS = (8, 32)
 MANY_BLOCKS = 2**18
 # Above, 1/(∛ν + ε) is finite in float32, and √ν matters only where ν is a normal number.
 SMALL_EPS = {3: 1e-30, 2: 1e-12}
-PACK_DOUBLES = struct.Struct("6d").pack
-UNPACK_INTEGERS = struct.Struct("6q").unpack
+PACK_DOUBLES = struct.Struct("7d").pack
+UNPACK_INTEGERS = struct.Struct("7q").unpack
 
 DTYPES = {
     torch.float16: tl.float16,
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
 def fields(rule: Rule) -> tuple[Any, ...]:
     """What the kernels take of a rule, as constants."""
-    shape = (rule.pulls, rule.holds, rule.relative)
+    shape = (rule.pulls, rule.holds, rule.relative, rule.averages)
     return rule.root, rule.growth_root or 0, rule.squares, *shape
 
 
@@ -160,7 +160,7 @@ class Launch:
     def _run(self, h: Hyper, table: Tensor) -> None:
         if capturing():  # a graph holds addresses, not tensors
             CAPTURED.append((self, table))
-        moving = (h.lr, h.momentum, 1.0 if h.shrink is None else h.shrink)
+        moving = (h.lr, h.momentum, 1.0 if h.shrink is None else h.shrink, h.mean_share)
         host = [0.0 if isinstance(number, Tensor) else number for number in moving]
         doubles = PACK_DOUBLES(*host, h.eps, h.weight_decay, -1.0 if h.maximize else 1.0)
         tensors = [
