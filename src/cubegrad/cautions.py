@@ -42,6 +42,24 @@ def warn_of_betas(first: Any, second: Any) -> None:
     _has_warned_of_betas = True
 
 
+def warn_of_evaluation() -> None:
+    """A schedule-free optimizer's caller evaluates the weights that it trains at."""
+    warn(
+        "a module of a schedule-free optimizer evaluates at the weights that gradients are taken "
+        "at, which are not its result; call optimizer.eval() before evaluating and "
+        "optimizer.train() after it, or use `with optimizer.averaged():`"
+    )
+
+
+def warn_of_saving() -> None:
+    """Or it saves them."""
+    warn(
+        "state_dict() of a schedule-free optimizer that is in training: weights saved with it are "
+        "those that gradients are taken at, and good for going on only; call optimizer.eval() "
+        "first to save the ones that it ends at, and optimizer.train() after it"
+    )
+
+
 def warn_of_uncoded(tensors: Iterable[tuple[str, int, str | None]]) -> None:
     """If compact=True leaves most numbers uncoded: of each tensor its name, its size and why."""
     coded = uncoded = 0

@@ -1,5 +1,6 @@
 """The grid of cases.py for JAX, ways to build and wrap the transformations, and to run them."""
 
+from functools import partial
 from typing import Any
 
 import cases
@@ -14,13 +15,21 @@ from jax import lax
 from cubegrad.optax import madgrad, madgradw, mirror_madgrad
 
 each_method = pytest.mark.parametrize("method", cases.METHODS, ids=str)
-FACTORIES = {"madgrad": madgrad, "mirror": mirror_madgrad, "madgradw": madgradw}
+FACTORIES = {
+    "madgrad": madgrad,
+    "mirror": mirror_madgrad,
+    "madgradw": madgradw,
+    "schedule-free": partial(madgradw, schedule_free=True),
+}
 VARIANTS = {
     "madgrad": lambda lr=0.1, **options: madgrad(lr, **options),
     "madgrad, no momentum": lambda lr=0.1, **options: madgrad(lr, momentum=0.0, **options),
     "madgrad, estimated": lambda lr=None, **options: madgrad("auto", lr_factor=lr, **options),
     "mirror_madgrad": lambda lr=0.1, **options: mirror_madgrad(lr, **options),
     "madgradw": lambda lr=0.1, **options: madgradw(lr, **{"weight_decay": 0.0} | options),
+    "schedule-free": lambda lr=0.1, **options: madgradw(
+        lr, **{"weight_decay": 0.0, "schedule_free": True} | options
+    ),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 # The masks leave only the parameter "w" to the transformation.
@@ -67,6 +76,9 @@ def injected(variant: str) -> Any:
     factory = {"mirror_madgrad": mirror_madgrad, "madgradw": madgradw}.get(variant, madgrad)
     if variant == "madgrad, estimated":
         return optax.inject_hyperparams(factory)("auto", lr_factor=1.0)
+    if variant == "schedule-free":
+        schedule_free = optax.inject_hyperparams(madgradw, static_args="momentum")
+        return schedule_free(0.1, weight_decay=0.0, schedule_free=True)
     momentum = 0.0 if variant == "madgrad, no momentum" else 0.9
     return optax.inject_hyperparams(factory)(0.1, momentum=momentum, weight_decay=0.0)
 

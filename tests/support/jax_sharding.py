@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cubegrad.optax import madgrad, madgradw, mirror_madgrad
+from cubegrad.optax import averaged_params, madgrad, madgradw, mirror_madgrad
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
@@ -16,11 +16,13 @@ METHODS = {
     "madgrad": (madgrad(0.1), SMALL),
     "mirror_madgrad": (mirror_madgrad(0.1), SMALL),
     "madgradw": (madgradw(0.1), SMALL),
+    "schedule-free": (madgradw(0.1, schedule_free=True), SMALL),
     "madgrad, estimated": (madgrad("auto"), SMALL),
     "compact madgrad": (madgrad(0.1, compact=True), WHOLE_BLOCKS),
     "compact madgrad, rows": (madgrad(0.1, compact=True), LONG_ROWS),
     "compact mirror_madgrad": (mirror_madgrad(0.1, compact=True), WHOLE_BLOCKS),
     "compact madgradw": (madgradw(0.1, compact=True), WHOLE_BLOCKS),
+    "compact schedule-free": (madgradw(0.1, schedule_free=True, compact=True), WHOLE_BLOCKS),
     "compact madgrad, estimated": (madgrad("auto", compact=True), WHOLE_BLOCKS),
 }
 
@@ -55,4 +57,8 @@ for name, (tx, (shape, sharding)) in METHODS.items():
     if name.endswith("estimated"):
         np.testing.assert_allclose(state.estimate, unsharded_state.estimate, rtol=1e-6)
         assert all(number.sharding.is_fully_replicated for number in state.estimate)
+    if name.endswith("schedule-free"):
+        for find_mean in (averaged_params, jax.jit(averaged_params)):
+            mean = find_mean(state, params)
+            assert mean.sharding.is_equivalent_to(sharding, mean.ndim)
     print(f"{name}: sharded")  # noqa: T201

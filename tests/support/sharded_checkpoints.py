@@ -33,6 +33,7 @@ SETTINGS = {
     "bfloat16": (MADGRAD, 0.0, torch.bfloat16),
     "mirror": (MirrorMADGRAD, 0.9, torch.bfloat16),
     "madgradw": (MADGRADW, 0.9, torch.bfloat16),
+    "schedule-free": (cases.ScheduleFreeMADGRADW, 0.9, torch.float32),
 }
 
 

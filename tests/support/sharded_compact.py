@@ -25,6 +25,7 @@ SETTINGS = {
     "bfloat16": (MADGRAD, 0.9, torch.bfloat16),
     "mirror": (MirrorMADGRAD, 0.9, torch.float32),
     "madgradw": (MADGRADW, 0.9, torch.float32),
+    "schedule-free": (cases.ScheduleFreeMADGRADW, 0.9, torch.float32),
 }
 
 

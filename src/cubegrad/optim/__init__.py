@@ -1,10 +1,13 @@
 """The optimizers: their arguments, and what they mean."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from cubegrad import cautions, options, rule
+from cubegrad.optim import mean
 from cubegrad.optim.auto import Shared, lr_of
 from cubegrad.optim.auto.lookup import estimated_lr
 from cubegrad.optim.base import BaseOptimizer, Flags, Params
@@ -106,6 +109,10 @@ class MADGRADW(BaseOptimizer):
         weight_decay: decoupled decay, AdamW's.
         amsgrad: must be False; taken so that an AdamW call runs unchanged.
         betas: as AdamW takes them: the first is the momentum, the second is not needed.
+        schedule_free: the learning rate needs no schedule. Gradients are taken at
+            y = c z + (1-c) x, the weights while training, and x is the mean of all z, the weights
+            that `eval()` puts there. See docs/madgradw.md.
+        warmup_steps: with schedule_free, lr grows from 0 over so many steps.
 
     The other arguments are those of `MADGRAD`. decoupled_weight_decay is True unless given; False
     makes an L2 term of weight_decay, as Adam has it. compact=True keeps about 2 bytes of state per
@@ -124,10 +131,20 @@ class MADGRADW(BaseOptimizer):
         amsgrad: bool = False,
         *,
         betas: tuple[float, float] | None = None,
+        schedule_free: bool = False,
+        warmup_steps: int = 0,
         **flags: Unpack[Flags],
     ) -> None:
         if amsgrad:
             options.refuse_unknown(type(self).__name__, ["amsgrad"])
+        if options.flag("schedule_free", schedule_free):
+            self._rule = rule.SCHEDULE_FREE
+            self._own_defaults = {"warmup_steps": warmup_steps, "train_mode": True}
+        elif warmup_steps:
+            raise ValueError(
+                f"warmup_steps={warmup_steps} needs schedule_free=True; without it use one of "
+                "torch's schedulers"
+            )
         flags.setdefault("decoupled_weight_decay", True)
         group = _without_betas({"momentum": momentum} if betas is None else {"betas": betas})
         super().__init__(params, lr, group["momentum"], weight_decay, eps, **flags)
@@ -136,6 +153,32 @@ class MADGRADW(BaseOptimizer):
         if isinstance(param_group, dict) and param_group.get("amsgrad") is False:
             param_group = {name: own for name, own in param_group.items() if name != "amsgrad"}
         super().add_param_group(_without_betas(param_group))
+
+    def eval(self) -> None:
+        """With schedule_free put x, the mean, into the weights: to evaluate or to save them.
+
+        Otherwise, and if it is there, nothing happens.
+        """
+        self._exchange(to_mean=True)
+
+    def train(self, mode: bool = True) -> None:
+        """Put back what gradients are taken at, after `eval()`."""
+        self._exchange(to_mean=not mode)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The weights as after `eval()` inside this context, and as they were after it."""
+        was_training = self._rule.averages and self.param_groups[0]["train_mode"]
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+    def _exchange(self, to_mean: bool) -> None:
+        if self._rule.averages:
+            self._refuse_unless_whole("eval()" if to_mean else "train()")
+            mean.exchange(self, to_mean)
 
 
 def _without_betas(group: dict[str, Any]) -> dict[str, Any]:

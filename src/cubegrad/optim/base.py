@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Never, TypedDict, overload
 
@@ -14,12 +14,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from cubegrad import backends, cautions, options, sharding
 from cubegrad.backends.batch import Backend, Member
-from cubegrad.optim import auto, compiled, edit, inputs, release_checks
+from cubegrad.optim import auto, compiled, edit, inputs, mean, release_checks
 from cubegrad.optim.auto import Auto
 from cubegrad.optim.release import GradientRelease
 from cubegrad.optim.repeat import Repeats
 from cubegrad.optim.step import step_groups
-from cubegrad.rule import Rule
+from cubegrad.rule import RULES, Rule
 from cubegrad.state import checkpoint, layout, state_dicts
 from cubegrad.state.start import Starts
 
@@ -46,8 +46,10 @@ class BaseOptimizer(Optimizer):
     """All that does not depend on the method."""
 
     _rule: Rule
+    _own_defaults: Mapping[str, Any] = {}  # options that other optimizers of ours do not have
     _opt_called: bool  # for torch's schedulers, which warn if they step first
     _has_had_gradients = False
+    _has_warned_of_saving = False
     _release: GradientRelease | None = None
     _is_editing = False  # inside edit_weights()
     _traced_members: dict[int, list[Member]]  # by the id of their group, while a step is traced
@@ -91,6 +93,7 @@ class BaseOptimizer(Optimizer):
         }
         if layout.names_itself(self._rule):
             defaults["rule"] = self._rule.name
+        defaults |= self._own_defaults
         options.check(defaults)
         defaults |= options.flags(defaults)
         self._repeats = Repeats()
@@ -114,6 +117,8 @@ class BaseOptimizer(Optimizer):
             if self._rule.pulls and not options.is_decoupled(param_group):
                 decay = options.number("weight_decay", param_group["weight_decay"])
                 cautions.warn_of_coupled_decay(decay)
+            if self._rule.averages:
+                mean.prepare(param_group, self.param_groups[:-1])
         except Exception:
             self.param_groups.pop()
             raise
@@ -140,6 +145,7 @@ class BaseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._rule = _rule_of(self.param_groups) or self._rule
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._rule, self.state)
         self._auto = getattr(self, "_auto", None) or Auto()  # a copy has none yet
@@ -236,6 +242,8 @@ class BaseOptimizer(Optimizer):
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
         self._refuse_unless_whole("state_dict()")
+        if self._rule.averages and self.state and self.param_groups[0]["train_mode"]:
+            mean.warn_of_saving(self)
         state_dict = state_dicts.plain(super().state_dict())
         checkpoint.complete(self._rule, self.param_groups, self.state, state_dict)
         return state_dict
@@ -257,6 +265,12 @@ class BaseOptimizer(Optimizer):
         self.__setstate__({"state": state, "param_groups": loaded.groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _rule_of(groups: list[Group]) -> Rule | None:
+    """The rule that the groups name, if they do."""
+    names = {group.get("rule") for group in groups}
+    return next((rule for rule in RULES if rule.name in names), None)
 
 
 def _skip_idle_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

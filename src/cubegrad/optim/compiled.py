@@ -10,7 +10,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Member, Row
-from cubegrad.optim import step
+from cubegrad.optim import mean, step
 from cubegrad.optim.gather import gather
 from cubegrad.options import Hyper
 from cubegrad.state import conversion, layout
@@ -42,6 +42,11 @@ def against_tracing(optimizer: "BaseOptimizer") -> str | None:
                 "eps has changed, which a traced step does not note: make one plain "
                 "optimizer.step(), or leave fullgraph=True out"
             )
+        if optimizer._rule.averages and group["last_momentum"] != group["momentum"]:
+            return (
+                "momentum has changed, which moves weights: make one plain optimizer.step(), or "
+                "leave fullgraph=True out"
+            )
         for param in group["params"] if options.rounds_at_random(group) else ():
             if sharding.is_sharded(param) and (group["compact"] or layout.is_half(param)):
                 return (
@@ -61,8 +66,11 @@ def step_untraced(optimizer: "BaseOptimizer") -> None:
 def step_groups(optimizer: "BaseOptimizer") -> None:
     groups = optimizer.param_groups
     if not any(group["auto_lr"] for group in groups):
-        for group in groups:
-            _step_group(optimizer, group, step.hyper(optimizer, group))
+        given = [step.hyper(optimizer, group) for group in groups]
+        for group, h in zip(groups, given, strict=True):
+            _step_group(optimizer, group, h)
+        if optimizer._rule.averages:
+            mean.end(groups, given)
         return
     hypers = optimizer._auto.begin(groups, optimizer.state, partial(step.hyper, optimizer))
     assert hypers is not None  # only the first step may have to wait

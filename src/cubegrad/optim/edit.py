@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cubegrad import options, sharding
 from cubegrad.backends.batch import capturing
+from cubegrad.optim import mean
 from cubegrad.optim.release_checks import refuse_in_open_step
 from cubegrad.optim.repeat import Repeats
 from cubegrad.state import follow, layout
@@ -124,6 +125,8 @@ def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None
             group["last_eps"] = group["eps"]
         if any(group["auto_lr"] for group in groups):
             optimizer._auto.restart(groups)
+        if optimizer._rule.averages:
+            mean.restart(groups)
 
 
 def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cubegrad import options, sharding
 from cubegrad.backends.batch import PLAIN_CLASSES, Backend, Batch, Member, Row, capturing
 from cubegrad.backends.native import tensors
-from cubegrad.optim import inputs, sparse
+from cubegrad.optim import inputs, mean, sparse
 from cubegrad.optim.gather import gather
 from cubegrad.optim.repeat import Prepared, prepare
 from cubegrad.options import Hyper
@@ -58,6 +58,8 @@ def step_groups(
             _count_step(optimizer, group)
         return
     _run_groups(optimizer, now, hypers, repeated, chosen)
+    if optimizer._rule.averages:
+        mean.end(groups, hypers, all_stepped=views is not None)
     if views is not None:
         for group, view in zip(groups, views, strict=True):
             group["last_eps"] = view["last_eps"]
@@ -71,6 +73,8 @@ def look_once(optimizer: "BaseOptimizer") -> None:
     optimizer._has_had_gradients = sharding.check_not_replaced(groups)
     if optimizer._has_had_gradients:
         inputs.warn_of_uncoded(groups)
+        if optimizer._rule.averages:
+            mean.watch_evaluation(optimizer)
 
 
 def _run_groups(
@@ -133,6 +137,13 @@ def hyper(
         lr = factor * (estimated.clone() if isinstance(estimated, Tensor) else estimated)
     else:
         lr = estimated if factor == 1 else estimated * factor  # the product is a launch on a GPU
+    found_inf, mean_share = getattr(optimizer, "found_inf", None), 0.0
+    if optimizer._rule.averages:
+        mean.begin(optimizer, group)
+        numbers = mean.numbers(group, on_device, found_inf)
+        warmth = mean.warmth(group, numbers)
+        lr, factor = lr * warmth, factor * warmth
+        mean_share = mean.share(numbers, lr)
     weight_decay, shrink = 0.0, None
     if group["weight_decay"]:
         weight_decay, shrink = options.decay(group, lr, factor)
@@ -145,8 +156,9 @@ def hyper(
         maximize=group["maximize"],
         on_device=on_device,
         differentiable=group["differentiable"],
-        found_inf=getattr(optimizer, "found_inf", None),
+        found_inf=found_inf,
         grad_scale=getattr(optimizer, "grad_scale", None),
+        mean_share=mean_share,
     )
 
 

@@ -59,6 +59,14 @@ METHODS: dict[str, Method] = {
         like="madgradw",
         decoupled=True,
     ),
+    "madgradw-schedule-free": Method(
+        "MADGRADW, schedule-free",
+        partial(cubegrad.MADGRADW, schedule_free=True),
+        (1e-4, 1e-2),
+        like="madgradw",
+        schedule="warmup:5%",
+        decoupled=True,
+    ),
     "mirror-madgrad-compact": Method(
         "MirrorMADGRAD, compact",
         partial(cubegrad.MirrorMADGRAD, compact=True),

@@ -1,0 +1,176 @@
+"""schedule_free: the numbers of a group's mean of all z, and its weights instead of y.
+
+They are a tensor in the group, so that checkpoints have them, and graphs and compiled steps can
+change them: how many steps the group has made, its largest learning rate so far, and the sum of the
+weights, which are the squares of that.
+"""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cubegrad import cautions, options
+from cubegrad.backends.batch import capturing
+from cubegrad.options import Hyper
+from cubegrad.state import averaged, layout
+
+if TYPE_CHECKING:
+    from cubegrad.optim.base import BaseOptimizer
+
+Group = dict[str, Any]
+
+
+def prepare(group: Group, others: Sequence[Group]) -> None:
+    """Give a new group its numbers."""
+    options.check_schedule_free(group)
+    group.setdefault("mean", torch.zeros(3, dtype=torch.float64))
+    group.setdefault("last_momentum", group["momentum"])
+    group["train_mode"] = others[0]["train_mode"] if others else True
+
+
+def numbers(group: Group, on_device: bool, found_inf: Tensor | None) -> Any:
+    """Of the group, on the host unless a step may not wait for the device."""
+    device = group["params"][0].device if on_device else group["mean"].device
+    device = device if found_inf is None else found_inf.device
+    if group["mean"].device != device:
+        if capturing():
+            raise RuntimeError(
+                "step() is being captured in a CUDA graph before the first one with "
+                "schedule_free=True; run one step before the capture"
+            )
+        group["mean"] = group["mean"].to(device)
+    mean: Tensor = group["mean"]
+    return mean.unbind() if on_device or not mean.is_cpu else mean.tolist()
+
+
+def warmth(group: Group, numbers: Any) -> Any:
+    """What the warm-up leaves of the group's learning rate."""
+    if not group["warmup_steps"]:
+        return 1.0
+    part = (numbers[0] + 1) / group["warmup_steps"]
+    return part.clamp(max=1) if isinstance(part, Tensor) else min(part, 1.0)
+
+
+def share(numbers: Any, lr: Any) -> Any:
+    """What z_{k+1} is of x_{k+1}; 0 as long as the learning rate has been 0."""
+    _, largest, total = numbers
+    weight = _larger(largest, lr) ** 2
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight / (total + weight), 0.0)
+    return weight / (total + weight) if weight else 0.0
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor):
+        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device).detach())
+    return max(a, b.item() if isinstance(b, Tensor) else b)
+
+
+def restart(groups: Sequence[Group]) -> None:
+    """Begin anew, from the weights as they are."""
+    for group in groups:
+        group["mean"].zero_()
+        group["train_mode"] = True
+
+
+def end(groups: Sequence[Group], hypers: Sequence[Hyper], all_stepped: bool = False) -> None:
+    """Count the step of the groups that have made one: those with a gradient, or all."""
+    for group, h in zip(groups, hypers, strict=True):
+        if all_stepped or any(param.grad is not None for param in group["params"]):
+            _advance(group, h)
+
+
+@torch.no_grad()
+def _advance(group: Group, h: Hyper) -> None:
+    """Count a step that the group has made."""
+    steps, largest, total = numbers(group, h.on_device, h.found_inf)
+    largest = _larger(largest, h.lr)
+    # A step at lr 0 may only be there to have the state allocated.
+    new = [steps + (h.lr > 0), largest, total + largest**2]
+    if isinstance(steps, Tensor):
+        row = torch.stack(new)
+        if h.found_inf is not None:
+            row = torch.where(h.found_inf.reshape(()) == 0, row, group["mean"])
+        group["mean"].copy_(row)
+    elif h.found_inf is None or not h.found_inf.item():
+        group["mean"].copy_(torch.tensor(new, dtype=torch.float64))
+
+
+def exchange(optimizer: "BaseOptimizer", to_mean: bool) -> None:
+    """Put x, the mean, into the parameters, or y; nothing happens where it is there already."""
+    for group in optimizer.param_groups:
+        if group["train_mode"] is to_mean:
+            _exchange(optimizer, group, group["last_momentum"], to_mean)
+            group["train_mode"] = not to_mean
+
+
+def _exchange(optimizer: "BaseOptimizer", group: Group, momentum: float, to_mean: bool) -> None:
+    for param in group["params"]:
+        entries = optimizer.state.get(param, {})
+        held = layout.held(optimizer._rule, entries)
+        if held is not None:
+            held.take_bytes(param, entries)
+            averaged.exchange(param, held, entries, momentum, to_mean)
+
+
+def begin(optimizer: "BaseOptimizer", group: Group) -> None:
+    """Refuse a step at x, and note a momentum that has changed: y lies elsewhere then."""
+    if not group["train_mode"]:
+        raise RuntimeError(
+            "step() after eval(): the weights are the mean, and gradients are taken elsewhere; "
+            "call optimizer.train() before the forward pass"
+        )
+    last, group["last_momentum"] = group["last_momentum"], group["momentum"]
+    if last != group["momentum"]:
+        options.check_schedule_free(group)
+        _exchange(optimizer, group, last, to_mean=True)
+        _exchange(optimizer, group, group["momentum"], to_mean=False)
+
+
+class Notice:
+    """A hook that warns once if a module evaluates while its weights are y.
+
+    A copy or a pickle of the module has a hook that does nothing.
+    """
+
+    def __init__(self, optimizer: "BaseOptimizer | None" = None, module: Any = None) -> None:
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.module = None if module is None else weakref.ref(module)
+        self.handle: Any = None
+
+    def __reduce__(self) -> Any:
+        return Notice, ()
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if module.training or torch.compiler.is_compiling() or self.optimizer is None:
+            return
+        optimizer = self.optimizer()
+        if optimizer is None or self.module is None or self.module() is not module:
+            return
+        if optimizer.param_groups[0]["train_mode"]:
+            self.handle.remove()
+            cautions.warn_of_evaluation()
+
+
+def watch_evaluation(optimizer: "BaseOptimizer") -> None:
+    """Find a module that has one of the parameters, and notice when it evaluates."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for module in gc.get_objects():
+        # Of its type: a proxy's __class__ may be code.
+        if issubclass(type(module), torch.nn.Module):
+            own = module.__dict__.get("_parameters") or {}
+            if any(id(param) in params for param in own.values()):
+                notice = Notice(optimizer, module)
+                notice.handle = module.register_forward_pre_hook(notice)
+                return
+
+
+def warn_of_saving(optimizer: "BaseOptimizer") -> None:
+    """Once, where y is saved."""
+    if not optimizer._has_warned_of_saving:
+        optimizer._has_warned_of_saving = True
+        cautions.warn_of_saving()
