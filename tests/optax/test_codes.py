@@ -66,6 +66,21 @@ def test_a_vector_has_the_codes_of_one_row(method, dtype):
         assert (np.abs(one - other) > 1e-5).mean() < 1e-3
 
 
+# Of the mean of all z, what differs from MADGRADW.
+OF_MEAN = [
+    ("plain", "float32", True),
+    ("plain", "bfloat16", True),
+    pytest.param("plain", "complex64", True, marks=pytest.mark.thorough),
+    ("decoupled", "float32", True),
+]
+
+
+@pytest.mark.compilation
+@pytest.mark.parametrize(("options", "dtype", "compiled"), OF_MEAN)
+def test_each_step_of_a_mean_gives_the_codes_of_pytorch(options, dtype, compiled):
+    test_each_step_gives_the_codes_of_pytorch(cases.SCHEDULE_FREE, options, dtype, compiled)
+
+
 @pytest.mark.compilation
 @pytest.mark.parametrize(("options", "dtype", "compiled"), PARITY)
 @each_method
@@ -79,6 +94,8 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
     """
     chosen, shape = cases.OPTIONS[options], (300, 1000)  # the last block of a row has 232 numbers
     half = dtype in ("float16", "bfloat16")
+    # z - x begins as what rounding a weight of half precision leaves of it, a small difference.
+    close = 1e-4 if half and method.rule.averages else 1e-5
     twin = cases.randn(shape, jax_cases.DTYPES[dtype], 0).requires_grad_()
     optimizer = cases.build(method, cases.EAGER, [twin], chosen | {"compact": True})
     tx = build(method, chosen | {"compact": True})
@@ -92,9 +109,11 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
         param, state = step(param, state, jax_cases.array(twin.grad))
         apart = np.abs(jax_cases.numbers(param) - cases.numbers(twin.detach()))
         assert np.mean(apart > (0 if half else 1e-6)) <= 1e-4
-        if not half:  # a code that differs changes x, and leaves z where it is
-            z = dual_point(jax_cases.numbers(param), state._asdict())
-            assert np.abs(z - dual_point(cases.numbers(twin.detach()), entries)).max() <= 1e-6
+        if not half:  # a code that differs changes x, and leaves z where it is, or the mean
+            part = 1 - 1 / 0.9 if method.rule.averages else 1.0
+            z = dual_point(jax_cases.numbers(param), state._asdict(), part)
+            other = dual_point(cases.numbers(twin.detach()), entries, part)
+            assert np.abs(z - other).max() <= 1e-6
         for name in BUFFERS:
             assert (getattr(state, name, None) is None) == (name not in entries)
         for name in (name for name in BUFFERS if name in entries):
@@ -104,7 +123,7 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
             ours = unpacked(name, state._asdict(), jax_cases.numbers)
             apart = np.abs(ours - unpacked(name, entries, cases.numbers))
             if name.endswith("scale"):
-                assert np.mean(apart > 1e-5 * cases.numbers(expected)) <= (1e-3 if half else 0)
+                assert np.mean(apart > close * cases.numbers(expected)) <= (1e-3 if half else 0)
                 continue
             scale = name.replace("code", "scale")
             same = np.isclose(getattr(state, scale), entries[scale], rtol=1e-5, atol=0)
@@ -127,14 +146,14 @@ def row(code):
     return code.size // len(code)
 
 
-def dual_point(x, entries):
-    """z of a state with momentum, x of one without."""
+def dual_point(x, entries, part=1.0):
+    """z of a state with momentum, or this part of the way to it; x of one without."""
     code = entries.get("offset_code")
     if code is None:
         return x
     code = np.asarray(code, dtype=np.float64) // 2  # its lowest bit is the root's
     scales = np.repeat(np.asarray(entries["offset_scale"], dtype=np.float64), 256, axis=1)
-    offset = code * scales[:, : row(code)].reshape(code.shape)
+    offset = part * code * scales[:, : row(code)].reshape(code.shape)
     # Of complex numbers a code is one of two parts.
     return x + (offset[..., 0] + 1j * offset[..., 1] if np.iscomplexobj(x) else offset)
 

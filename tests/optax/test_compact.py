@@ -15,6 +15,7 @@ from cubegrad.optax import (  # noqa: E402
     CompactMadgradState,
     CompactMadgradwState,
     CompactMirrorMadgradState,
+    CompactScheduleFreeMadgradwState,
     MadgradState,
     estimated_lr,
     madgrad,
@@ -28,6 +29,9 @@ VARIANTS = {
     "estimated": lambda lr=None, **options: madgrad("auto", lr_factor=lr, compact=True, **options),
     "mirror": lambda lr=0.01, **options: mirror_madgrad(lr, compact=True, **options),
     "madgradw": lambda lr=0.01, **options: madgradw(lr, compact=True, **options),
+    "schedule-free": lambda lr=0.01, **options: madgradw(
+        lr, compact=True, schedule_free=True, **options
+    ),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 SHAPE = (64, 100)
@@ -43,12 +47,14 @@ def params_and_grads(seed=0, dtype="float32"):
 
 
 BYTES = {"madgrad": 4.2, "no momentum": 3.2, "estimated": 4.2, "mirror": 2.2, "madgradw": 2.2}
+BYTES |= {"schedule-free": 2.2}
 TYPES = {
     "madgrad": CompactMadgradState,
     "no momentum": CompactMadgradState,
     "estimated": CompactAutoMadgradState,
     "mirror": CompactMirrorMadgradState,
     "madgradw": CompactMadgradwState,
+    "schedule-free": CompactScheduleFreeMadgradwState,
 }
 
 
@@ -187,9 +193,8 @@ def test_training_comes_as_far_as_without_codes(variant):
     params, _ = params_and_grads()
     for dtype, limit in (("float32", 1e-3), ("bfloat16", 3e-3)):
         start = jax.tree.map(lambda p, dtype=dtype: p.astype(dtype), params)
-        tx = VARIANTS[variant](
-            optax.linear_schedule(1.0 if variant == "estimated" else 0.1, 0, 300)
-        )
+        rate = optax.linear_schedule(1.0 if variant == "estimated" else 0.1, 0, 300)
+        tx = VARIANTS[variant](0.1 if variant == "schedule-free" else rate)
         (final, state), _ = descend(tx, start, loss, 300)
         assert final["w"].dtype == dtype
         assert state.count == 300

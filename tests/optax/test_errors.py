@@ -79,6 +79,10 @@ FACTORIES = {
     "mirror_madgrad(compact=True)": partial(mirror_madgrad, compact=True),
     "madgradw": madgradw,
     "madgradw(compact=True)": partial(madgradw, compact=True),
+    "madgradw(schedule_free=True)": partial(madgradw, schedule_free=True),
+    "madgradw(schedule_free=True, compact=True)": partial(
+        madgradw, schedule_free=True, compact=True
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from cubegrad.optax import (  # noqa: E402
     MadgradState,
     MadgradwState,
     MirrorMadgradState,
+    ScheduleFreeMadgradwState,
     madgrad,
     madgradw,
     mirror_madgrad,
@@ -84,6 +85,7 @@ def by_msgpack(state, fresh):
 
 
 STATES = (MadgradState, MirrorMadgradState, MadgradwState, AutoMadgradState)
+STATES += (ScheduleFreeMadgradwState,)
 
 
 def by_pickle(state, _):
@@ -99,6 +101,7 @@ def by_pickle(state, _):
         madgrad(0.1, momentum=0.0),
         mirror_madgrad(0.1),
         madgradw(0.1),
+        madgradw(0.1, schedule_free=True, warmup_steps=4),
         madgrad("auto"),
     ],
 )

@@ -100,15 +100,17 @@ def check_step(name, old, param, state, judge, at_random):
 
 def stored(state, name):
     """The buffers of one parameter as float64; without x_0 where it is not kept."""
-    trees = state._asdict()
-    del trees["count"]
+    trees = {field: tree for field, tree in state._asdict().items() if isinstance(tree, dict)}
     found = {buffer: tree[name] for buffer, tree in trees.items() if tree[name] is not None}
     return {buffer: jax_cases.numbers(value) for buffer, value in found.items()}
 
 
+RUNS = [(method, options) for method in cases.METHODS for options in OPTIONS]
+RUNS += [(cases.SCHEDULE_FREE, options) for options in ("plain", "l2-maximize", "at-random")]
+
+
 @pytest.mark.compilation
-@each_option
-@jax_cases.each_method
+@pytest.mark.parametrize(("method", "options"), RUNS, ids=str)
 def test_each_step_is_within_a_few_ulp(method, options):
     """The oracle continues from the stored numbers at each step, so errors do not add up."""
     chosen = OPTIONS[options]

@@ -8,9 +8,16 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from cubegrad import cautions, rule
-from cubegrad.optax import auto
+from cubegrad.optax import auto, mean
 from cubegrad.optax.auto import Estimate
-from cubegrad.optax.checks import Settings, Tree, checked, refuse_auto, warn_of_coupled_decay
+from cubegrad.optax.checks import (
+    Settings,
+    Tree,
+    checked,
+    checked_mean,
+    refuse_auto,
+    warn_of_coupled_decay,
+)
 from cubegrad.optax.transform import transformation
 
 __all__ = [
@@ -19,10 +26,13 @@ __all__ = [
     "CompactMadgradState",
     "CompactMadgradwState",
     "CompactMirrorMadgradState",
+    "CompactScheduleFreeMadgradwState",
     "Estimate",
     "MadgradState",
     "MadgradwState",
     "MirrorMadgradState",
+    "ScheduleFreeMadgradwState",
+    "averaged_params",
     "estimated_lr",
     "madgrad",
     "madgradw",
@@ -124,6 +134,35 @@ class CompactMadgradwState(NamedTuple):
     root_scale: Tree
 
 
+class ScheduleFreeMadgradwState(NamedTuple):
+    """`MadgradwState` with schedule_free=True, and the numbers that the mean of all z needs.
+
+    The parameters are y: z - y is kept, and `averaged_params` finds the mean.
+    """
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree  # z_k - y_k
+    largest_lr: Array  # so far; its square is the weight of the newest z
+    weight_sum: Array  # of all z, relative to that weight
+    momentum: Array
+
+
+class CompactScheduleFreeMadgradwState(NamedTuple):
+    """`ScheduleFreeMadgradwState` with compact=True, as `CompactMadgradState`."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree
+    root_scale: Tree
+    largest_lr: Array
+    weight_sum: Array
+    momentum: Array
+
+
 def madgrad(
     learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-2,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -223,20 +262,41 @@ def madgradw(
     state_dtype: DTypeLike | None = None,
     compact: bool = False,
     stochastic_rounding: bool = False,
+    schedule_free: bool = False,
+    warmup_steps: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """The member of MADGRAD's family that takes the settings of `optax.adamw` as they are.
 
     See `cubegrad.MADGRADW` for the method. learning_rate, eps, weight_decay (decoupled) and mask
     mean what they do there, with the same defaults. b1 is another name for momentum, and b2 is not
     needed. The other arguments as for `madgrad`; compact=True keeps 2 bytes instead of 8.
+
+    With schedule_free=True the learning rate needs no schedule. The parameters are then y, where
+    gradients are taken, and `averaged_params` returns x, the mean of all z, to evaluate and to keep
+    (docs/madgradw.md). momentum must be a plain number above 0. Over the first warmup_steps the
+    learning rate grows from 0.
     """
     refuse_auto("madgradw", learning_rate)
     momentum = momentum if b1 is None else b1
     if b2 is not None:
         cautions.warn_of_betas(momentum, b2)
-    settings = checked(Settings(**{k: v for k, v in locals().items() if k not in ("b1", "b2")}))
+    given = {k: v for k, v in locals().items() if k not in ("b1", "b2")}
+    settings = checked_mean(checked(Settings(**given)))
+    if settings.schedule_free:
+        mean_type = CompactScheduleFreeMadgradwState if compact else ScheduleFreeMadgradwState
+        return transformation(rule.SCHEDULE_FREE, mean_type, settings)
     state_type = CompactMadgradwState if compact else MadgradwState
     return transformation(rule.MADGRADW, state_type, settings)
+
+
+def averaged_params(state: Tree, params: Tree) -> Tree:
+    """x of `madgradw(schedule_free=True)`: the parameters to evaluate and to keep.
+
+    `params` are y, as training has them, and training goes on with them. As for `estimated_lr`, the
+    optimizer's state may be anywhere in `state`. Parameters that it does not step, such as masked
+    ones, are returned as they are. After `vmap` use `jax.vmap(averaged_params)`.
+    """
+    return mean.averaged(state, params)
 
 
 def estimated_lr(state: Tree) -> Array:

@@ -1,6 +1,7 @@
 """The arguments of the optax transformations, checked once, and checks of their trees."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,8 @@ class Settings(NamedTuple):
     compact: bool
     stochastic_rounding: bool
     lr_factor: ArrayLike | Schedule | None = None
+    schedule_free: bool = False
+    warmup_steps: ArrayLike = 0
 
     @property
     def auto(self) -> bool:
@@ -65,7 +68,15 @@ class Settings(NamedTuple):
             return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
         names = (*NUMBERS, "lr_factor")
-        return self._replace(**{name: number(getattr(self, name)) for name in names})
+        now: Any = self._replace(**{name: number(getattr(self, name)) for name in names})
+        if not self.schedule_free or is_zero(self.warmup_steps):
+            return now
+        return now._replace(learning_rate=now.learning_rate * self._warmth(count))
+
+    def _warmth(self, count: Array) -> Array:
+        """What the warm-up leaves of the learning rate; 1 if it has no steps."""
+        done = (count + 1).astype(jax.dtypes.canonicalize_dtype(float))
+        return jnp.minimum(done / jnp.maximum(self.warmup_steps, 1), 1.0)
 
 
 def is_zero(value: Any) -> bool:
@@ -120,6 +131,37 @@ def checked(settings: Settings) -> Settings:
         options.shrink(flags | known, known["learning_rate"])
     _check_state_dtype(settings.state_dtype)
     return settings._replace(**plain)
+
+
+def checked_mean(settings: Settings) -> Settings:
+    """The settings, of which those of a mean are checked once the others are."""
+    schedule_free = bool(options.flag("schedule_free", settings.schedule_free))
+    steps, momentum = _whole(settings.warmup_steps), settings.momentum
+    if schedule_free:
+        if callable(momentum) or isinstance(momentum, Array):
+            raise TypeError(
+                f"momentum={momentum!r:.60} must be a plain number with schedule_free=True, where "
+                "the weights depend on it; use momentum=0.9, and name it in the static_args of "
+                "optax.inject_hyperparams"
+            )
+        known = 0 if _is_traced(steps) else steps
+        options.check_schedule_free({"momentum": momentum, "warmup_steps": known})
+    elif not _is_traced(steps) and steps:
+        raise ValueError(
+            f"warmup_steps={steps!r} needs schedule_free=True; without it use a learning_rate of "
+            "optax.warmup_constant_schedule"
+        )
+    return settings._replace(schedule_free=schedule_free, warmup_steps=steps)
+
+
+def _whole(steps: Any) -> Any:
+    """A plain integer, where it is one; optax.inject_hyperparams makes an array of it."""
+    if isinstance(steps, bool) or _is_traced(steps):
+        return steps
+    try:
+        return operator.index(steps)
+    except TypeError:
+        return steps
 
 
 def warn_of_coupled_decay(settings: Settings) -> None:

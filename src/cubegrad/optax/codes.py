@@ -109,6 +109,14 @@ def _encode_initial(real: Array) -> tuple[Array, Array]:
     return _joined(codes, real.shape).astype(jnp.int16), own[:, 0] if real.ndim == 1 else own
 
 
+def offset(param: Array, code: Array, scale: Array) -> Array:
+    """z - x of a parameter, as its codes have it."""
+    blocks = _blocks(code) >> 1  # the lowest bit is the root's
+    numbers = blocks.astype(jnp.float32) * scale.reshape(*blocks.shape[:2], 1)
+    real = _joined(numbers, code.shape)
+    return lax.complex(real[..., 0], real[..., 1]) if jnp.iscomplexobj(param) else real
+
+
 def step(
     run: Run, count: Array, param: Array, grad: Array, codes: Codes, with_sums: bool
 ) -> Result:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from cubegrad.optax import codes
+from cubegrad.optax import codes, mean
 from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import Settings, Tree
 
@@ -21,6 +21,8 @@ MAKERS = {
     "CompactMirrorMadgradState": "mirror_madgrad(compact=True)",
     "MadgradwState": "madgradw",
     "CompactMadgradwState": "madgradw(compact=True)",
+    "ScheduleFreeMadgradwState": "madgradw(schedule_free=True)",
+    "CompactScheduleFreeMadgradwState": "madgradw(schedule_free=True, compact=True)",
 }
 START_OVER = "start over from the weights as they are: state = tx.init(params)"
 SHOWN = 3  # paths in a message
@@ -33,7 +35,9 @@ def as_type(state_type: Any, state: Any) -> Any:
     fits = own in (None, fields) and (name == needed or name not in MAKERS)
     if isinstance(state, tuple | list) and fits and len(state) == len(fields):
         state = _with_count(state_type(*state))
-        return state._replace(estimate=_estimate(state.estimate)) if "estimate" in fields else state
+        if "estimate" in fields:
+            return state._replace(estimate=_estimate(state.estimate))
+        return _with_numbers(state) if set(mean.NUMBERS) <= set(fields) else state
     found = f"of type {name}"
     remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
     if maker := MAKERS.get(name):
@@ -73,6 +77,21 @@ def _estimate(found: Any) -> Estimate:
         )
     dtype = jnp.result_type(float)
     return Estimate(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
+
+
+def _with_numbers(state: Any) -> Any:
+    """With arrays as the numbers of its mean."""
+    found = {name: getattr(state, name) for name in mean.NUMBERS}
+    for name, value in found.items():
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if not plain and getattr(value, "shape", None) != ():
+            raise ValueError(
+                f"the state's {name} is {value!r:.60}, and must be one number; pass the state as "
+                f"init() or update() returned it, or {START_OVER}"
+            )
+    arrays = mean.numbers(*found.values())
+    kept = {n: x if isinstance(x, jax.Array) else arrays[n] for n, x in found.items()}
+    return state._replace(**kept)
 
 
 def flattened(params: Tree, trees: Mapping[str, Tree]) -> list[tuple[Any, ...]]:

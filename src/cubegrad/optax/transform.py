@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from cubegrad import codec, options
 from cubegrad import rule as rules
 from cubegrad.codec import Codes
-from cubegrad.optax import auto, codes, rounding, state_checks, xla
+from cubegrad.optax import auto, codes, mean, rounding, state_checks, xla
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     SUMS,
@@ -62,6 +62,8 @@ def transformation(
         fields = _trees(treedef, names, buffers)
         if settings.auto:
             fields["estimate"] = auto.initial_estimate()
+        if rule.averages:
+            fields |= mean.numbers(0.0, 0.0, settings.momentum)
         return state_type(count=jnp.zeros([], jnp.int32), **fields)
 
     def update(
@@ -75,7 +77,9 @@ def transformation(
         state = state_checks.as_type(state_type, state)
         leaves = _leaves(settings, params, updates, {n: getattr(state, n) for n in names})
         now = settings.at(state.count)
-        h, fields = _hyper(now), {}
+        h, fields = _hyper(now), dict[str, Any]()
+        if rule.averages:
+            h, fields = mean.advance(state, h)
         if settings.auto:
             size = auto.coordinates(params)
             first = [(leaf.hyper(h), leaf.param, leaf.grad) for leaf in leaves]
