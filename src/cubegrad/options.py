@@ -281,7 +281,12 @@ def check_schedule_free(options: Mapping[str, Any]) -> None:
 
 
 def rounds_at_random(options: dict[str, Any]) -> bool:
-    """Whether half-precision weights are rounded at random; with codes they always are."""
+    """Whether half-precision weights are rounded at random; with codes they always are.
+
+    So are schedule-free ones, as a mean keeps the errors that rounding to nearest repeats.
+    """
+    if "mean" in options and not options["differentiable"]:
+        return True
     return bool(options["stochastic_rounding"] or options["compact"])
 
 

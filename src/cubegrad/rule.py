@@ -255,12 +255,12 @@ def moved(
         param, ahead = towards_mean(h, param, move, dual_offset)
         share = h.mean_share
         new, offset = param - ahead * share, ahead * (share - 1)
-        return Moved(
-            new,
-            lambda: offset,
-            lambda part: param - ahead * (share + (1 - share) * part),
-            lambda stored: offset + (new - stored),
-        )
+
+        def towards_z(part: Scalar) -> Array:
+            # A factor below 0 would make 0 of -0.
+            return xp.where(ahead == 0, param, param - ahead * (share + (1 - share) * part))
+
+        return Moved(new, lambda: offset, towards_z, lambda stored: offset + (new - stored))
     ahead = move if dual_offset is None else move - dual_offset  # x_k - z_{k+1}
     either = held(xp, rule, h.momentum, ahead, grad)
 

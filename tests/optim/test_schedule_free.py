@@ -340,7 +340,7 @@ def test_a_step_at_the_mean_is_refused_and_changes_nothing():
 
 def test_states_of_the_two_forms_are_told_apart():
     plain, free = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    one, other = MADGRADW([plain]), MADGRADW([free], schedule_free=True)
+    one, other = MADGRADW([plain]), ScheduleFreeMADGRADW([free])
     run(one, [plain], 2)
     run(other, [free], 2)
     with pytest.raises(ValueError, match="the state dict is madgradw_schedule_free's"):

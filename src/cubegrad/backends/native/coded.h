@@ -169,8 +169,8 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
             way = NAME(choose)(follows, way, ahead * h.held_reach);
     }
     VEC y = NAME(fuse)(p, NAME(all)(h.shrink), rule.averages ? move * -h.c : -way);
-    if (rule.averages)
-        y -= way;
+    if (rule.averages) /* a reach below 0 would make 0 of -0 */
+        y = NAME(choose)(NAME(equal)(ahead, zero), y, y - way);
     if (kind == SINGLE || rule.averages)
         ahead = left;
     if (kind != SINGLE) {

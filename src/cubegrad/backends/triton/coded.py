@@ -175,8 +175,10 @@ def _update(
         m_code, m_scale, m = encode_offset(ahead * -kept, random)
         # x_{k+1} and its part of the way to z_{k+1}, from which the decoded offset leads back.
         reached = tl.fma(-ahead, ones * reach_in_part, x)
+        if AVERAGES:  # factors below 0 would make 0 of -0
+            reached = tl.where(ahead == 0, x, reached)
         new = reached - m * (m_scale * part)
-        if AVERAGES:  # whose part is below 0, and would make 0 of -0
+        if AVERAGES:
             new = tl.where(m == 0, reached, new)
     else:
         new = tl.fma(-ahead, ones * reach, x)
