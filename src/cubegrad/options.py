@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 SWEEP = "start from the default and sweep powers of two around it; MADGRAD also has 'auto'"
@@ -262,18 +263,18 @@ def _check_decay(options: dict[str, Any], lr_name: str) -> None:
 def check_schedule_free(options: Mapping[str, Any]) -> None:
     """Refuse what a mean of all z cannot have."""
     momentum = options["momentum"]
-    if hasattr(momentum, "shape"):
+    if not isinstance(momentum, int | float):
         raise TypeError(
             f"momentum={momentum!r} must be a plain number with schedule_free=True, where the "
-            f"weights depend on it; use momentum={float(momentum)}"
+            "weights depend on it; use 0.9"
         )
-    if momentum == 0:
+    if not 0 < momentum < 1:
         raise ValueError(
-            "momentum=0 must be above 0 with schedule_free=True: it is the part of the mean in the "
-            "point at which gradients are taken; use 0.9"
+            f"momentum={momentum} must be above 0 and below 1 with schedule_free=True: it is the "
+            "part of the mean in the point at which gradients are taken; use 0.9"
         )
     steps = options["warmup_steps"]
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0:
         raise ValueError(
             f"warmup_steps={steps!r} must be a whole number of at least 0; use about a twentieth "
             "of the steps of the run"

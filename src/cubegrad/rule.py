@@ -179,6 +179,18 @@ def shrunk(h: Hyper, array: Array) -> Array:
     return array if h.shrink is None else array * h.shrink
 
 
+def without_decay_of_mean(rule: Rule, h: Hyper) -> Hyper:
+    """A mean of all z decays with them; if it shrank itself, it would be smaller than they are."""
+    return h._replace(shrink=None) if rule.averages else h
+
+
+def with_decay(rule: Rule, h: Hyper, param: Array, move: Array) -> Array:
+    """Of schedule-free runs z decays alone, in proportion to y."""
+    if not rule.averages or h.shrink is None:
+        return move
+    return move + param * (1 - h.shrink)
+
+
 def add_square(rule: Rule, step: Scalar, grad_sq_sum: Array, weighted: Array, grad: Array) -> Array:
     """ν_{k+1}; `weighted` is λ_k g_k."""
     if rule.squares == WEIGHTED:
@@ -200,15 +212,17 @@ def step(
     decayed distance back whenever ν grows.
     """
     grad = effective_gradient(h, param, grad)
-    param = shrunk(h, param)
+    own = without_decay_of_mean(rule, h)
+    param = shrunk(own, param)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new = {"grad_sq_sum": add_square(rule, step, state["grad_sq_sum"], weighted, grad)}
     if not rule.pulls:
         # Taking away a negative zero would turn -0 into 0.
         move = xp.quotient(weighted, root(xp, rule, new["grad_sq_sum"]) + h.eps) + 0.0
+        move = with_decay(rule, h, param, move)
         if rule.point not in state:
             return param - move, new
-        point = shrunk(h, state[rule.point])
+        point = shrunk(own, state[rule.point])
         if rule.averages:
             param, ahead = towards_mean(h, param, move, point)
             new["dual_offset"] = ahead * (h.mean_share - 1)
@@ -302,8 +316,9 @@ def step_from_root(
     Returns these and r after the step, and with a pull x_0 - z_{k+1}.
     """
     grad = effective_gradient(h, param, grad)
-    param = shrunk(h, param)
-    dual_offset = None if dual_offset is None else shrunk(h, dual_offset)
+    own = without_decay_of_mean(rule, h)
+    param = shrunk(own, param)
+    dual_offset = None if dual_offset is None else shrunk(own, dual_offset)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new_root = root(xp, rule, add_square(rule, step, power(rule, old_root), weighted, grad))
     if rule.never_falls:  # nor is it changed by rounding alone
@@ -315,7 +330,7 @@ def step_from_root(
         away = xp.where(old_root == 0, 0.0, away)  # d_k = x_0 - z_k
         force = weighted - away * (new_root - old_root)
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
-    move = xp.quotient(force, new_root + h.eps) + 0.0
+    move = with_decay(rule, h, param, xp.quotient(force, new_root + h.eps) + 0.0)
     store = store or unrounded
     new_param, new_offset = store(moved(xp, rule, h, param, grad, move, dual_offset))
     return new_param, new_offset, new_root, None if away is None else away + move

@@ -266,6 +266,23 @@ def test_a_step_that_a_scaler_skips_counts_for_nothing(backend):
 
 @pytest.mark.compilation
 @pytest.mark.filterwarnings("ignore:Profiler record function", "ignore::DeprecationWarning")
+def test_a_compiled_step_takes_a_rate_that_changes():
+    torch._dynamo.reset()
+    params = parameters(SHAPES[:1], torch.float32, "cpu")
+    optimizer = MADGRADW(params, schedule_free=True, foreach=False)
+    step = torch.compile(optimizer.step, fullgraph=True)
+    for k in range(12):  # more than the compiler makes graphs
+        optimizer.param_groups[0]["lr"] = 1e-3 * (k + 1)
+        set_grads(params, k)
+        step()
+    assert optimizer.param_groups[0]["mean"][0] == 12
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match="eval"):
+        step()
+
+
+@pytest.mark.compilation
+@pytest.mark.filterwarnings("ignore:Profiler record function", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_compiled_step_is_the_same(compact):
     runs = []
@@ -310,7 +327,7 @@ def test_an_edit_moves_y_z_and_the_mean():
 
 def test_what_is_refused():
     param = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="momentum=0 must be above 0 with schedule_free=True"):
+    with pytest.raises(ValueError, match="momentum=0 must be above 0 and below 1"):
         MADGRADW([param], schedule_free=True, momentum=0)
     with pytest.raises(TypeError, match=r"momentum=tensor.* must be a plain number"):
         MADGRADW([param], schedule_free=True, momentum=torch.tensor(0.9))
@@ -320,6 +337,8 @@ def test_what_is_refused():
         MADGRADW([param], warmup_steps=10)
     with pytest.raises(TypeError, match="schedule_free='yes'"):
         MADGRADW([param], schedule_free="yes")
+    with pytest.raises(ValueError, match="a param group has schedule_free"):
+        MADGRADW([{"params": [param], "schedule_free": True}])
     for other in (MADGRAD, MirrorMADGRAD):
         with pytest.raises(TypeError, match="has no option schedule_free"):
             other([param], schedule_free=True)
@@ -336,6 +355,95 @@ def test_a_step_at_the_mean_is_refused_and_changes_nothing():
         pytest.raises(RuntimeError, match=r"call optimizer.train\(\)"),
     ):
         optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, -0.5, float("nan"), torch.tensor(0.5)], ids=str)
+def test_a_momentum_that_is_refused_changes_nothing(bad):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = MADGRADW([param], schedule_free=True)
+    run(optimizer, [param], 3)
+    mean = mean_of(optimizer)[0]
+    optimizer.param_groups[0]["momentum"] = bad
+    with pytest.raises((TypeError, ValueError), match="schedule_free=True"):
+        optimizer.step()
+    assert torch.equal(mean_of(optimizer)[0], mean)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *({"mean": None}, {"mean": torch.zeros(2)}, {"mean": torch.tensor([1.0, -1.0, 1.0])}),
+        *({"last_momentum": 0.0}, {"train_mode": None}, {"warmup_steps": None}),
+    ],
+    ids=str,
+)
+def test_a_broken_checkpoint_is_refused_whole(broken):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = ScheduleFreeMADGRADW([param])
+    run(optimizer, [param], 3)
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= broken
+    numbers = optimizer.param_groups[0]["mean"].clone()
+    with pytest.raises((TypeError, ValueError), match=r"mean=|must be"):
+        optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.param_groups[0]["mean"], numbers)
+
+
+def test_groups_of_another_optimizer_begin_a_mean_of_their_own():
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    groups = [{"params": [first]}]
+    run(MADGRADW(groups, schedule_free=True), [first], 50)
+    other = MADGRADW(groups, schedule_free=True)
+    assert other.param_groups[0]["mean"].tolist() == [0, 0, 0]
+    alone = MADGRADW([second], schedule_free=True)
+    second.data.copy_(first)
+    for optimizer, param in ((other, first), (alone, second)):
+        run(optimizer, [param], 5)
+    assert torch.equal(mean_of(other)[0], mean_of(alone)[0])
+
+
+def test_a_group_of_which_this_process_holds_nothing_counts_with_the_others():
+    """As with ZeRO-1, where another process saves it."""
+    param, empty = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0))
+    groups = [{"params": [param]}, {"params": []}, {"params": [empty]}]
+    for capturable in (False, True):
+        optimizer = ScheduleFreeMADGRADW(groups, capturable=capturable)
+        run(optimizer, [param], 4)
+        counts = [group["mean"][0].item() for group in optimizer.param_groups]
+        assert counts == [3, 3, 3]  # the rate of the first step was 0
+
+
+def test_released_gradients_do_not_count_steps_of_a_frozen_group():
+    body, head = torch.nn.Linear(256, 256), torch.nn.Linear(256, 1)
+    groups = [{"params": list(body.parameters())}, {"params": list(head.parameters())}]
+    optimizer = MADGRADW(groups, schedule_free=True)
+    optimizer.release_gradients()
+    body.requires_grad_(False)
+    for _ in range(3):
+        head(body(torch.ones(2, 256))).sum().backward()
+        optimizer.step()
+    assert [group["mean"][0].item() for group in optimizer.param_groups] == [0, 3]
+
+
+def test_momentum_that_changes_is_refused_with_released_gradients():
+    model = torch.nn.Linear(3, 1)
+    optimizer = MADGRADW(model.parameters(), schedule_free=True)
+    optimizer.release_gradients()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.8
+    with pytest.raises(ValueError, match=r"momentum=0.8 was 0.9 .* cycle_momentum=False"):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+def test_a_restart_of_some_parameters_is_refused():
+    params = parameters([(3,), (2,)], torch.float32, "cpu")
+    optimizer = MADGRADW(params, schedule_free=True)
+    run(optimizer, params, 3)
+    with pytest.raises(ValueError, match="weights of the mean"):
+        optimizer.restart(params[:1])
 
 
 def test_states_of_the_two_forms_are_told_apart():
@@ -369,16 +477,20 @@ def test_evaluating_at_y_is_noticed_once():
         model(inputs).sum().backward()
         optimizer.step()
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         copied.eval()(inputs)  # such as an average of the weights
         optimizer.eval()
+        assert b"cubegrad" not in pickle.dumps(model)
         model.eval()(inputs)
         optimizer.train()
+        with torch.enable_grad():
+            model(inputs)  # such as frozen batch norm
         model.train()(inputs)
-    with pytest.warns(UserWarning, match=r"call optimizer.eval\(\) before evaluating"):
+    warns = pytest.warns(UserWarning, match=r"call optimizer.eval\(\) before evaluating")
+    with torch.no_grad(), warns:
         model.eval()(inputs)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         model(inputs)
 

@@ -250,13 +250,12 @@ class ScheduleFree(Madgradw):
     def step(self, g: Array, o: Settings) -> None:
         g, g_size = o.gradient(self.x, np.asarray(g, dtype=np.float64))
         old_size = np.abs(self.x) + np.abs(self.z) + np.abs(self.mean)
-        shrink = o.shrink()
-        self.z, self.mean = shrink * self.z, shrink * self.mean
+        decay = (1 - o.shrink()) * self.x
         a = 1.5 / (self.k + 1.5)
         nu_size = (1 - a) * self.nu + 2 * a * np.abs(g) * g_size
         self.nu = (1 - a) * self.nu + a * g * g
         denominator = np.sqrt(self.nu) + o.eps
-        self.z = self.z - o.lr * quotient(g, denominator)
+        self.z = self.z - decay - o.lr * quotient(g, denominator)
         self.largest = max(self.largest, o.lr)
         weight = self.largest**2
         self.weight_sum += weight

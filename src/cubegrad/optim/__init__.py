@@ -150,6 +150,11 @@ class MADGRADW(BaseOptimizer):
         super().__init__(params, lr, group["momentum"], weight_decay, eps, **flags)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict) and "schedule_free" in param_group:
+            raise ValueError(
+                "a param group has schedule_free, which is for all groups or for none; pass it to "
+                f"{type(self).__name__} itself"
+            )
         if isinstance(param_group, dict) and param_group.get("amsgrad") is False:
             param_group = {name: own for name, own in param_group.items() if name != "amsgrad"}
         super().add_param_group(_without_betas(param_group))
@@ -176,7 +181,8 @@ class MADGRADW(BaseOptimizer):
             self.train(was_training)
 
     def _exchange(self, to_mean: bool) -> None:
-        if self._rule.averages:
+        modes = {group["train_mode"] for group in self.param_groups if self._rule.averages}
+        if to_mean in modes:
             self._refuse_unless_whole("eval()" if to_mean else "train()")
             mean.exchange(self, to_mean)
 

@@ -50,6 +50,7 @@ class BaseOptimizer(Optimizer):
     _opt_called: bool  # for torch's schedulers, which warn if they step first
     _has_had_gradients = False
     _has_warned_of_saving = False
+    _notice: mean.Notice | None = None  # of evaluations at other weights than the mean
     _release: GradientRelease | None = None
     _is_editing = False  # inside edit_weights()
     _traced_members: dict[int, list[Member]]  # by the id of their group, while a step is traced
@@ -242,7 +243,7 @@ class BaseOptimizer(Optimizer):
     def state_dict(self) -> StateDict:
         """As torch's, with plain dicts, which `torch.load(weights_only=True)` reads."""
         self._refuse_unless_whole("state_dict()")
-        if self._rule.averages and self.state and self.param_groups[0]["train_mode"]:
+        if self._rule.averages and self.param_groups[0]["train_mode"]:
             mean.warn_of_saving(self)
         state_dict = state_dicts.plain(super().state_dict())
         checkpoint.complete(self._rule, self.param_groups, self.state, state_dict)

@@ -42,6 +42,8 @@ def against_tracing(optimizer: "BaseOptimizer") -> str | None:
                 "eps has changed, which a traced step does not note: make one plain "
                 "optimizer.step(), or leave fullgraph=True out"
             )
+        if optimizer._rule.averages and not group["train_mode"]:
+            return "a step after eval() is refused; call optimizer.train() before it"
         if optimizer._rule.averages and group["last_momentum"] != group["momentum"]:
             return (
                 "momentum has changed, which moves weights: make one plain optimizer.step(), or "

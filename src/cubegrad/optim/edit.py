@@ -149,6 +149,12 @@ def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:
             f"restart() of {len(chosen)} parameters leaves the estimate of lr='auto', which is "
             "made of all parameters, without a meaning; restart all, or give lr a number"
         )
+    if any("mean" in group for group in groups):
+        raise ValueError(
+            f"restart() of {len(chosen)} parameters leaves the weights of the mean that "
+            "schedule_free=True makes, in which all later steps would count for little; restart "
+            "all, or give these parameters an optimizer of their own"
+        )
     return chosen
 
 

@@ -25,16 +25,18 @@ Group = dict[str, Any]
 
 
 def prepare(group: Group, others: Sequence[Group]) -> None:
-    """Give a new group its numbers."""
+    """Give a new group numbers of its own; it may be another optimizer's."""
     options.check_schedule_free(group)
-    group.setdefault("mean", torch.zeros(3, dtype=torch.float64))
-    group.setdefault("last_momentum", group["momentum"])
+    group["mean"] = torch.zeros(3, dtype=torch.float64)
+    group["last_momentum"] = group["momentum"]
     group["train_mode"] = others[0]["train_mode"] if others else True
 
 
 def numbers(group: Group, on_device: bool, found_inf: Tensor | None) -> Any:
     """Of the group, on the host unless a step may not wait for the device."""
-    device = group["params"][0].device if on_device else group["mean"].device
+    device = group["mean"].device
+    if on_device and group["params"]:
+        device = group["params"][0].device
     device = device if found_inf is None else found_inf.device
     if group["mean"].device != device:
         if capturing():
@@ -66,7 +68,10 @@ def share(numbers: Any, lr: Any) -> Any:
 
 def _larger(a: Any, b: Any) -> Any:
     if isinstance(a, Tensor):
-        return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device).detach())
+        # Not torch.tensor(b): the compiler would make a graph for each b.
+        return torch.maximum(
+            a, b.detach().to(a) if isinstance(b, Tensor) else torch.zeros_like(a) + b
+        )
     return max(a, b.item() if isinstance(b, Tensor) else b)
 
 
@@ -77,10 +82,18 @@ def restart(groups: Sequence[Group]) -> None:
         group["train_mode"] = True
 
 
-def end(groups: Sequence[Group], hypers: Sequence[Hyper], all_stepped: bool = False) -> None:
-    """Count the step of the groups that have made one: those with a gradient, or all."""
-    for group, h in zip(groups, hypers, strict=True):
-        if all_stepped or any(param.grad is not None for param in group["params"]):
+def end(
+    groups: Sequence[Group], hypers: Sequence[Hyper], views: Sequence[Group] | None = None
+) -> None:
+    """Count the step of the groups that have made one.
+
+    `views` are the groups without the parameters that were stepped earlier. A group of which this
+    process holds nothing is stepped by another one.
+    """
+    for group, h, view in zip(groups, hypers, views or groups, strict=True):
+        stepped = len(view["params"]) < len(group["params"])
+        live = [param for param in view["params"] if param.numel()]
+        if stepped or not live or any(param.grad is not None for param in live):
             _advance(group, h)
 
 
@@ -104,73 +117,106 @@ def exchange(optimizer: "BaseOptimizer", to_mean: bool) -> None:
     """Put x, the mean, into the parameters, or y; nothing happens where it is there already."""
     for group in optimizer.param_groups:
         if group["train_mode"] is to_mean:
-            _exchange(optimizer, group, group["last_momentum"], to_mean)
+            pair = (group["last_momentum"], 1.0)
+            _exchange(optimizer, group, *(pair if to_mean else reversed(pair)))
             group["train_mode"] = not to_mean
+    if optimizer._notice is not None:
+        optimizer._notice.watch(not to_mean)
 
 
-def _exchange(optimizer: "BaseOptimizer", group: Group, momentum: float, to_mean: bool) -> None:
+def _exchange(optimizer: "BaseOptimizer", group: Group, before: float, after: float) -> None:
     for param in group["params"]:
         entries = optimizer.state.get(param, {})
         held = layout.held(optimizer._rule, entries)
         if held is not None:
             held.take_bytes(param, entries)
-            averaged.exchange(param, held, entries, momentum, to_mean)
+            averaged.exchange(param, held, entries, before, after)
 
 
 def begin(optimizer: "BaseOptimizer", group: Group) -> None:
-    """Refuse a step at x, and note a momentum that has changed: y lies elsewhere then."""
+    """Refuse a step at x, and follow a momentum that has changed: y lies elsewhere then."""
     if not group["train_mode"]:
         raise RuntimeError(
             "step() after eval(): the weights are the mean, and gradients are taken elsewhere; "
             "call optimizer.train() before the forward pass"
         )
-    last, group["last_momentum"] = group["last_momentum"], group["momentum"]
-    if last != group["momentum"]:
-        options.check_schedule_free(group)
-        _exchange(optimizer, group, last, to_mean=True)
-        _exchange(optimizer, group, group["momentum"], to_mean=False)
+    last, momentum = group["last_momentum"], group["momentum"]
+    if last == momentum:
+        return
+    options.check_schedule_free(group)
+    if optimizer._release is not None:
+        raise ValueError(
+            f"momentum={momentum} was {last} in the step before, and must stay the same with "
+            "release_gradients(), since it moves weights that backward() still needs; keep it, in "
+            "OneCycleLR by cycle_momentum=False"
+        )
+    _exchange(optimizer, group, last, momentum)
+    group["last_momentum"] = momentum
 
 
 class Notice:
-    """A hook that warns once if a module evaluates while its weights are y.
+    """Warns once if a module evaluates while its weights are y.
 
-    A copy or a pickle of the module has a hook that does nothing.
+    The hook is there in training only, so that files and copies made after eval() have none.
     """
 
-    def __init__(self, optimizer: "BaseOptimizer | None" = None, module: Any = None) -> None:
-        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self.module = None if module is None else weakref.ref(module)
+    def __init__(self, optimizer: "BaseOptimizer", module: torch.nn.Module) -> None:
+        self.optimizer, self.module = weakref.ref(optimizer), weakref.ref(module)
         self.handle: Any = None
+        self.is_over = False
+        self.watch(True)
 
-    def __reduce__(self) -> Any:
-        return Notice, ()
+    def watch(self, in_training: bool) -> None:
+        module = self.module()
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+        if in_training and module is not None and not self.is_over:
+            self.handle = module.register_forward_pre_hook(Hook(self))
 
-    def __call__(self, module: torch.nn.Module, _: Any) -> None:
-        if module.training or torch.compiler.is_compiling() or self.optimizer is None:
-            return
+    def take(self, module: torch.nn.Module) -> None:
         optimizer = self.optimizer()
-        if optimizer is None or self.module is None or self.module() is not module:
+        if optimizer is None or self.module() is not module:
             return
         if optimizer.param_groups[0]["train_mode"]:
-            self.handle.remove()
+            self.is_over = True
+            self.watch(False)
             cautions.warn_of_evaluation()
 
 
-def watch_evaluation(optimizer: "BaseOptimizer") -> None:
+class Hook:
+    """On a module; in a copy or a pickle of it, one that does nothing."""
+
+    def __init__(self, notice: Notice | None = None) -> None:
+        self.notice = notice
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        # Frozen parts may be in this mode while they train, with gradients enabled.
+        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if self.notice is not None:
+            self.notice.take(module)
+
+
+def watch_evaluation(optimizer: "BaseOptimizer") -> Notice | None:
     """Find a module that has one of the parameters, and notice when it evaluates."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for module in gc.get_objects():
         # Of its type: a proxy's __class__ may be code.
-        if issubclass(type(module), torch.nn.Module):
+        kind = type(module)
+        if issubclass(kind, torch.nn.Module) and not issubclass(kind, torch.jit.ScriptModule):
             own = module.__dict__.get("_parameters") or {}
             if any(id(param) in params for param in own.values()):
-                notice = Notice(optimizer, module)
-                notice.handle = module.register_forward_pre_hook(notice)
-                return
+                return Notice(optimizer, module)
+    return None
 
 
 def warn_of_saving(optimizer: "BaseOptimizer") -> None:
-    """Once, where y is saved."""
-    if not optimizer._has_warned_of_saving:
+    """Once, where y is saved after steps that have moved it."""
+    has_moved = any(group["mean"][0] > 0 for group in optimizer.param_groups)
+    if has_moved and not optimizer._has_warned_of_saving:
         optimizer._has_warned_of_saving = True
         cautions.warn_of_saving()

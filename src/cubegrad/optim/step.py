@@ -59,7 +59,7 @@ def step_groups(
         return
     _run_groups(optimizer, now, hypers, repeated, chosen)
     if optimizer._rule.averages:
-        mean.end(groups, hypers, all_stepped=views is not None)
+        mean.end(groups, hypers, views)
     if views is not None:
         for group, view in zip(groups, views, strict=True):
             group["last_eps"] = view["last_eps"]
@@ -74,7 +74,7 @@ def look_once(optimizer: "BaseOptimizer") -> None:
     if optimizer._has_had_gradients:
         inputs.warn_of_uncoded(groups)
         if optimizer._rule.averages:
-            mean.watch_evaluation(optimizer)
+            optimizer._notice = mean.watch_evaluation(optimizer)
 
 
 def _run_groups(

@@ -1,6 +1,6 @@
 """Schedule-free runs: x, the mean of all z, in the place of y, where gradients are taken; and back.
 
-z stays where it is in both, so what is kept beside the parameter becomes z - x, and z - y again.
+z stays where it is, so what is kept beside the parameter becomes z - x, and z - y again.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from cubegrad.state.layout import Layout
 
 @torch.no_grad()
 def exchange(
-    param: Tensor, held: Layout, entries: dict[str, Any], momentum: float, to_mean: bool
+    param: Tensor, held: Layout, entries: dict[str, Any], before: float, after: float
 ) -> None:
-    """Put x into the parameter, or y; in place, since a captured CUDA graph may hold the tensors.
+    """Move a parameter from (1-β) z + β x to that with another β; at 1 it is x.
 
-    With z - y = β (z - x), x is y + (1 - 1/β) (z - y), and y is x + (1 - β) (z - x).
+    What is kept is β (z - x). In place, since a captured CUDA graph may hold the tensors.
     """
-    part = 1 - 1 / momentum if to_mean else 1 - momentum
+    part = 1 - after / before
     value = layout.as_real(sharding.local(param.detach()))
     buffers = [layout.as_real(sharding.local(entries[name])) for name in held.buffers]
     if not value.dim():

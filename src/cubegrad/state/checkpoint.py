@@ -73,7 +73,25 @@ def _group(defaults: dict[str, Any], new: Group) -> Group:
     options.check(group)
     if group["auto_lr"]:
         group["estimate"] = _estimate(group.get("estimate"))
+    if "warmup_steps" in defaults:
+        _check_mean(group)
     return group
+
+
+def _check_mean(group: Group) -> None:
+    """Refuse a group of a schedule-free run whose numbers are not what state_dict() gave."""
+    options.check_schedule_free(group)
+    row, last = group.get("mean"), group.get("last_momentum")
+    numbers = sharding.local(row).tolist() if isinstance(row, Tensor) and row.shape == (3,) else []
+    is_sound = numbers and all(0 <= number < math.inf for number in numbers)
+    if not (is_sound and isinstance(last, float) and 0 < last < 1):
+        raise ValueError(
+            f"a schedule-free param group of the state dict has mean={row!r} and "
+            f"last_momentum={last!r}; they must be three numbers >= 0 and one between 0 and 1: "
+            f"{state_dicts.WHOLE}"
+        )
+    group["train_mode"] = options.flag("train_mode", group.get("train_mode"))
+    group["mean"] = sharding.local(row).detach().to(torch.float64)
 
 
 def _check_rule(rule: Rule, new_groups: list[Group]) -> None:

@@ -157,6 +157,8 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
     }
     if (rule.pulls && lanes)
         NAME(add_vector)(plain, h, lanes, i, raw, p, since, away + move, root);
+    if (rule.averages && h.own_decay != 0)
+        move = NAME(fuse)(p, NAME(all)(h.own_decay), move);
     VEC way = rule.averages ? move * h.momentum : move;
     VEC ahead = NAME(fuse)(code, NAME(all)(-from.shrunk_scale), way); /* x_k - z_{k+1} */
     int all_the_way = plain && kind == SINGLE && !rule.averages;

@@ -32,7 +32,7 @@ struct NAME(constants) {
     REAL share;  /* of codes: codec.share */
     /* Of x - z, what x moves by and what is left of it, and the same where x is held. */
     REAL reach, kept, held_reach, held_kept;
-    REAL momentum, mean_share;
+    REAL momentum, mean_share, own_decay; /* of schedule-free runs, the last one of z alone */
     REAL inverse_weight, weighted_eps; /* 1 / λ_k and ε / λ_k */
     REAL shrink, eps, decay, sign;
     int normal_eps; /* it is at least twice the smallest normal number */
@@ -176,6 +176,7 @@ TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct 
         if (has_dual) {
             REAL point = SHRUNK(dual[i]), z = point - move;
             if (rule.averages) {
+                move += h.own_decay != 0 ? param[i] * h.own_decay : 0; /* 0 times a NaN is not 0 */
                 REAL ahead = move * h.momentum - point; /* β (x_k - z_{k+1}) */
                 param[i] = x - move * h.c - ahead * h.mean_share;
                 dual[i] = ahead * (h.mean_share - 1);
@@ -216,7 +217,8 @@ TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, d
         .momentum = (REAL)n->momentum,
         .mean_share = (REAL)n->mean_share,
         .held_kept = (REAL)(n->momentum != 0),
-        .shrink = (REAL)n->shrink,
+        .shrink = rule.averages ? 1 : (REAL)n->shrink,
+        .own_decay = (REAL)(1 - n->shrink),
         .eps = (REAL)n->eps,
         .normal_eps = (REAL)n->eps >= 2 * SMALLEST,
         .decay = (REAL)n->weight_decay,

@@ -116,13 +116,13 @@ def _update(
     if not PLAIN:
         loss_g = loss_g * sign
         g = loss_g + p * decay
-    if SHRINKS:
+    if SHRINKS and not AVERAGES:
         x = p * shrink
     root = decode_root(r_code, m_code, r_scale, HAS_OFFSET)
     weighted = g * weight
     if HAS_OFFSET:
         m = integer(m_code >> 1)
-        decayed_m = m * (m_scale * shrink)
+        decayed_m = m * m_scale if AVERAGES else m * (m_scale * shrink)
     if SQUARES == "weighted":
         growth = weighted * g
         v = raised(root, growth, ROOT)
@@ -161,6 +161,8 @@ def _update(
     tl.store(r_scale_at, r_scale)
     ones = tl.zeros_like(move) + 1
     if AVERAGES:
+        if SHRINKS:  # z alone decays, in proportion to y
+            move += p * (1 - shrink)
         x = tl.fma(move, ones * (momentum - 1), x)
         ahead = move * momentum - decayed_m  # β (x_k - z_{k+1})
         reach, kept = mean_share, 1 - mean_share

@@ -179,14 +179,16 @@ def _update_moved(
     p = p.to(S)
     g = g.to(S) * sign + p * decay
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
-    x = p * shrink
+    x = p if AVERAGES else p * shrink
     v = add_square(old_v, weight, g, fade, newest, SQUARES)
     move = _over(g * weight, root_of(v, ROOT), eps) + 0.0
+    if AVERAGES:  # z alone decays, in proportion to y
+        move += tl.where(shrink != 1, p * (1 - shrink), 0.0)
     tl.store(v_at, v, mask)
     if HAS_POINT:
         point, z_at = _load(z_at, offsets, mask, S, WHOLE)
         if AVERAGES:
-            ahead = move * momentum - point * shrink  # β (x_k - z_{k+1})
+            ahead = move * momentum - point  # β (x_k - z_{k+1})
         elif RELATIVE:
             ahead = move - point * shrink  # x_k - z_{k+1}
         else:
