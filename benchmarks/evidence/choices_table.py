@@ -12,14 +12,15 @@ from cubegrad.study.records import Record, Settings
 from cubegrad.study.statistics import Judge
 
 OTHERS = ("adamw", "adamw/beta0.99", BASE, "madgradw-compact")
-ORDER = (*OTHERS, *(PREFIX + name for name in (*CHANGES, *COMBINED)))
+FREE = ("schedulefree-adamw", "madgradw-schedule-free")  # under a schedule of their own
+ORDER = (*OTHERS, *FREE, *(PREFIX + name for name in (*CHANGES, *COMBINED)))
 Results = dict[Settings, dict[str, dict[int, Record]]]  # by setting, method and seed
 
 
 def table(records: Iterable[Record], columns: Sequence[Settings]) -> str:
     """By how much each method is better than MADGRADW, seed for seed, and the rates tried.
 
-    A column is a setting; its method and seed do not matter.
+    A column is a setting; its method, schedule and seed do not matter.
     """
     results = grouped(records)
     found = [one for one in map(_common, columns) if BASE in results.get(one, {})]
@@ -36,7 +37,7 @@ def grouped(records: Iterable[Record]) -> Results:
 
 
 def _common(one: Settings) -> Settings:
-    return replace(one, method=BASE, seed=0)
+    return replace(one, method=BASE, schedule="", seed=0)
 
 
 def gain(first: dict[int, Record], second: dict[int, Record]) -> Difference:

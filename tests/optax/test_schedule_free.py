@@ -230,8 +230,8 @@ def test_the_mean_is_found_in_an_nnx_optimizer():
 
 
 WRONG = [
-    ({"momentum": 0.0}, ValueError, "momentum=0 must be above 0 .*; use 0.9"),
-    ({"b1": 0}, ValueError, "momentum=0 must be above 0 .*; use 0.9"),
+    ({"momentum": 0.0}, ValueError, "momentum=0.0 must be above 0 .*; use 0.9"),
+    ({"b1": 0}, ValueError, "momentum=0.0 must be above 0 .*; use 0.9"),
     ({"momentum": optax.constant_schedule(0.9)}, TypeError, "momentum=<.* must be a plain number"),
     (
         {"momentum": jnp.array(0.9)},
