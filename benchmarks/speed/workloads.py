@@ -54,6 +54,20 @@ CONTENDERS = (
         beside=ADAMW_FUSED,
     ),
     Contender(
+        "cubegrad MADGRADW schedule-free",
+        "cubegrad",
+        "MADGRADW",
+        {"fused": True, "schedule_free": True},
+        beside=ADAMW_FUSED,
+    ),
+    Contender(
+        "cubegrad MADGRADW schedule-free, compact",
+        "cubegrad",
+        "MADGRADW",
+        {"fused": True, "schedule_free": True, "compact": True},
+        beside=ADAMW_FUSED,
+    ),
+    Contender(
         "cubegrad MADGRADW compact, momentum=0",
         "cubegrad",
         "MADGRADW",
