@@ -227,7 +227,7 @@ def test_without_memory_nothing_changes():
             row,
             starts,
             grads,
-            cpu.NUMBERS(0.1, 0.9, 1, 1e-6, 0, 1),
+            cpu.NUMBERS(0.1, 0.9, 1, 1e-6, 0, 1, 0),
             *kinds,
             False,
             cpu.LEVEL,

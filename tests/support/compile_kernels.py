@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
 from cubegrad.backends.triton.launch import fields
-from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, RULES
+from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, RULES, SCHEDULE_FREE
 
 NUMBERS = ("lr", "momentum", "shrink", "mean_share", "eps", "decay", "sign")
 POINTERS = dict.fromkeys(("lr_at", "momentum_at", "shrink_at", "mean_share_at"), "*fp64")
@@ -49,6 +49,8 @@ def compile_kernel(kernel, constants, tensors, warps, registers):
 
 def compile_for_codes():
     for rule, has_offset, whole in itertools.product(RULES, (True, False), (True, False)):
+        if rule.averages and not has_offset:  # it needs momentum
+            continue
         for dtype in (tl.float32, tl.bfloat16):
             constants = {"HAS_OFFSET": has_offset, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"ALL_WHOLE": whole, "LOW_BIT": int(whole)}
@@ -62,7 +64,7 @@ def compile_for_sums():
     dtypes += [(half, tl.float32, r) for half in (tl.bfloat16, tl.float16) for r in (False, True)]
     for rule, has_point, sums in (
         *((MADGRAD, True, True), (MADGRAD, False, False), (MIRROR_MADGRAD, True, False)),
-        *((MADGRADW, True, False), (MADGRADW, False, False)),
+        *((MADGRADW, True, False), (MADGRADW, False, False), (SCHEDULE_FREE, True, False)),
     ):
         for dtype, state, at_random in dtypes:
             constants = {"HAS_POINT": has_point, "P": dtype, "G": dtype} | of_rule(rule)

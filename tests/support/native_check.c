@@ -47,7 +47,7 @@ static int check(enum rule_index rule, int centred, enum kind param, enum kind g
         grads[i] = made[i][4] + 1;
         starts[i + 1] = starts[i] + SIZES[i];
     }
-    struct job job = {rows, NULL, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1},
+    struct job job = {rows, NULL, starts, grads, ROWS, {0.1, 0.9, shrink, 1e-6, 0, 1, 0.3},
                       rule, param, grad, state, at_random, level,
                       summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
@@ -113,7 +113,7 @@ static int check_codes(enum rule_index rule, int with_offset, enum kind param, e
         starts[i + 1] = starts[i] + blocks;
     }
     struct job job = {NULL, rows, starts, grads, CODED_ROWS,
-                      {0.1, with_offset ? 0.9 : 0, shrink, 1e-6, 0, 1},
+                      {0.1, with_offset ? 0.9 : 0, shrink, 1e-6, 0, 1, 0.3},
                       rule, param, grad, CODES, 0, level, summing ? sums : NULL};
     wrong += run_job(&job, NULL, threads) != 0;
     for (int i = 0; i < CODED_ROWS; i++)
