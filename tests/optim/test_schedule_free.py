@@ -102,7 +102,7 @@ def test_codes_stay_beside_float32_state(backend, dtype):
             param.grad = (param.detach().float() - target + noise).to(dtype)
             optimizer.step()
         ends[compact] = (mean_of(optimizer)[0].float() - target).square().mean().item()
-    assert ends[True] < 1.05 * ends[False]  # 0.99 to 1.01 measured
+    assert ends[True] < 1.05 * ends[False]  # 0.994 to 1.015 with 6 seeds
 
 
 @pytest.mark.parametrize("compact", [False, True])
