@@ -267,7 +267,7 @@ def share(xp: Namespace, rule: Rule, momentum: Scalar) -> Scalar:
     shrink faster than c^1.5: with all of it in x, a momentum of 0.995 made some runs diverge. In z
     errors add up, until the gradient takes them back.
 
-    A mean of all z forgets nothing, so it stays exact: y is put where it has not changed.
+    A mean of all z forgets nothing. With this part of the error in y, none of it is in the mean.
     """
     if rule.averages:
         return 1 - 1 / momentum

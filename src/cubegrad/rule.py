@@ -179,13 +179,13 @@ def shrunk(h: Hyper, array: Array) -> Array:
     return array if h.shrink is None else array * h.shrink
 
 
-def without_decay_of_mean(rule: Rule, h: Hyper) -> Hyper:
-    """A mean of all z decays with them; if it shrank itself, it would be smaller than they are."""
-    return h._replace(shrink=None) if rule.averages else h
+def decayed(rule: Rule, h: Hyper, array: Array) -> Array:
+    """x or z after decoupled decay, unless x is a mean of all z: that decays as they do."""
+    return array if rule.averages else shrunk(h, array)
 
 
 def with_decay(rule: Rule, h: Hyper, param: Array, move: Array) -> Array:
-    """Of schedule-free runs z decays alone, in proportion to y."""
+    """The move of z; where x is a mean of all z, with decay in proportion to y."""
     if not rule.averages or h.shrink is None:
         return move
     return move + param * (1 - h.shrink)
@@ -212,8 +212,7 @@ def step(
     decayed distance back whenever ν grows.
     """
     grad = effective_gradient(h, param, grad)
-    own = without_decay_of_mean(rule, h)
-    param = shrunk(own, param)
+    param = decayed(rule, h, param)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new = {"grad_sq_sum": add_square(rule, step, state["grad_sq_sum"], weighted, grad)}
     if not rule.pulls:
@@ -222,7 +221,7 @@ def step(
         move = with_decay(rule, h, param, move)
         if rule.point not in state:
             return param - move, new
-        point = shrunk(own, state[rule.point])
+        point = decayed(rule, h, state[rule.point])
         if rule.averages:
             param, ahead = towards_mean(h, param, move, point)
             new["dual_offset"] = ahead * (h.mean_share - 1)
@@ -316,9 +315,8 @@ def step_from_root(
     Returns these and r after the step, and with a pull x_0 - z_{k+1}.
     """
     grad = effective_gradient(h, param, grad)
-    own = without_decay_of_mean(rule, h)
-    param = shrunk(own, param)
-    dual_offset = None if dual_offset is None else shrunk(own, dual_offset)
+    param = decayed(rule, h, param)
+    dual_offset = None if dual_offset is None else decayed(rule, h, dual_offset)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new_root = root(xp, rule, add_square(rule, step, power(rule, old_root), weighted, grad))
     if rule.never_falls:  # nor is it changed by rounding alone

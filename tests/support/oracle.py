@@ -215,13 +215,13 @@ class Madgradw(MirrorMadgrad):
         self.z = self.z - o.lr * quotient(g, denominator)
         down = (np.sign(self.z - self.x) * np.sign(g) < 0) | (o.momentum == 0)
         self.x = np.where(down, self.x + (1 - o.momentum) * (self.z - self.x), self.x)
+        self.finish(o.lr * quotient(g_size, denominator), nu_size, old_size)
+
+    def finish(self, moved: Array, nu_size: Array, old_size: Array) -> None:
+        """Count the step; `moved` is the size of its move, but for the error of the root."""
         self.k += 1
-        moved = o.lr * quotient(g_size, denominator) * (1 + quotient(nu_size, 2 * self.nu))
-        self.size = {
-            "x": np.abs(self.x) + old_size + moved,
-            "dual_offset": np.abs(self.x) + old_size + moved,
-            "grad_sq_sum": nu_size,
-        }
+        size = np.abs(self.x) + old_size + moved * (1 + quotient(nu_size, 2 * self.nu))
+        self.size = {"x": size, "dual_offset": size, "grad_sq_sum": nu_size}
 
     def restart(self, x: Array, state: dict[str, Array], _: Settings) -> None:
         self.x = x
@@ -241,7 +241,6 @@ class ScheduleFree(Madgradw):
     mean: Array = field(init=False)
     largest: float = 0.0
     weight_sum: float = 0.0
-    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,15 +260,8 @@ class ScheduleFree(Madgradw):
         self.weight_sum += weight
         if weight:
             self.mean = self.mean + weight / self.weight_sum * (self.z - self.mean)
-        self.momentum = o.momentum
         self.x = (1 - o.momentum) * self.z + o.momentum * self.mean
-        self.k += 1
-        moved = o.lr * quotient(g_size, denominator) * (1 + quotient(nu_size, 2 * self.nu))
-        self.size = {
-            "x": np.abs(self.x) + old_size + moved,
-            "dual_offset": np.abs(self.x) + old_size + moved,
-            "grad_sq_sum": nu_size,
-        }
+        self.finish(o.lr * quotient(g_size, denominator), nu_size, old_size)
 
     def restart(self, x: Array, state: dict[str, Array], o: Settings) -> None:
         super().restart(x, state, o)

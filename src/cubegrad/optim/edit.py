@@ -126,7 +126,7 @@ def restart(optimizer: "BaseOptimizer", params: Iterable[Tensor] | None) -> None
         if any(group["auto_lr"] for group in groups):
             optimizer._auto.restart(groups)
         if optimizer._rule.averages:
-            mean.restart(groups)
+            mean.restart(optimizer)
 
 
 def _chosen(groups: list[Group], params: Iterable[Tensor]) -> set[Tensor]:

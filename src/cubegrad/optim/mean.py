@@ -75,11 +75,13 @@ def _larger(a: Any, b: Any) -> Any:
     return max(a, b.item() if isinstance(b, Tensor) else b)
 
 
-def restart(groups: Sequence[Group]) -> None:
+def restart(optimizer: "BaseOptimizer") -> None:
     """Begin anew, from the weights as they are."""
-    for group in groups:
+    for group in optimizer.param_groups:
         group["mean"].zero_()
         group["train_mode"] = True
+    if optimizer._notice is not None:
+        optimizer._notice.watch(True)
 
 
 def end(
@@ -91,9 +93,9 @@ def end(
     process holds nothing is stepped by another one.
     """
     for group, h, view in zip(groups, hypers, views or groups, strict=True):
-        stepped = len(view["params"]) < len(group["params"])
-        live = [param for param in view["params"] if param.numel()]
-        if stepped or not live or any(param.grad is not None for param in live):
+        params = view["params"]
+        stepped = len(params) < len(group["params"]) or any(p.grad is not None for p in params)
+        if stepped or not any(param.numel() for param in params):
             _advance(group, h)
 
 
