@@ -22,10 +22,11 @@ TARGET INLINE VEC NAME(short_cbrt)(VEC x)
     return NAME(fuse)(a * lack, q, a);
 }
 
-/* The upper 13 bits as a number in (-1/2, 1/2), which rounds no integer to another one. */
-TARGET INLINE VEC NAME(dither)(WORDS bits)
+/* codec.dither. The highest bit is flipped, which makes a signed integer of the upper 13. */
+TARGET INLINE VEC NAME(dither)(WORDS flipped)
 {
-    return (VEC)((bits >> 9 & 0x7ffc00) | 0x3f800200) - 1.5f;
+    VEC upper = NAME(float_of)((INTS)(flipped & 0xfff80000u));
+    return NAME(fuse)(upper, NAME(all)(0x1p-32f), NAME(all)(0x1p-14f));
 }
 
 /* x rounded at random to a number that bfloat16 has, or float16. */

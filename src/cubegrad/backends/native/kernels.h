@@ -253,9 +253,11 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
 #undef SIMD
 #undef AND
 #undef OR
+#undef LOAD
 #undef STORE
 #undef NARROW
 #undef IN_ORDER
+#undef BY_LANE
 #endif
 #undef LOSS
 #undef EFFECTIVE

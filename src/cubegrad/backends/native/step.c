@@ -33,8 +33,11 @@
 #define LEAST_EXACT 0.099
 #define WEYL 0x06099b33u /* as codec.WEYL */
 
-#define MULTIPLES(j) (j) * WEYL, ((j) + 1) * WEYL, ((j) + 2) * WEYL, ((j) + 3) * WEYL
-static const uint32_t WEYL_MULTIPLES[] = {MULTIPLES(0), MULTIPLES(4), MULTIPLES(8), MULTIPLES(12)};
+#define FOUR(j) (j) * WEYL, ((j) + 1) * WEYL, ((j) + 2) * WEYL, ((j) + 3) * WEYL
+#define SIXTEEN(j) FOUR(j), FOUR((j) + 4), FOUR((j) + 8), FOUR((j) + 12)
+#define EACH_64(j) SIXTEEN(j), SIXTEEN((j) + 16), SIXTEEN((j) + 32), SIXTEEN((j) + 48)
+static const _Alignas(64) uint32_t WEYL_MULTIPLES[BLOCK] = {EACH_64(0), EACH_64(64), EACH_64(128),
+                                                            EACH_64(192)};
 
 typedef uint16_t half_at __attribute__((aligned(1), may_alias));
 typedef int16_t short_at __attribute__((aligned(1), may_alias));
@@ -44,6 +47,7 @@ typedef double double_at __attribute__((aligned(1), may_alias));
 static const int64_t WIDTH[] = {[HALF] = 2, [BFLOAT16] = 2, [SINGLE] = 4, [DOUBLE] = 8};
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 #include "half.h"
 

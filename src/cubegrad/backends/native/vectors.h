@@ -32,12 +32,15 @@ TARGET INLINE VEC NAME(size)(VEC x) { return (VEC)((WORDS)x & 0x7fffffff); }
 #define SIMD(name) _mm512_##name
 #define AND _mm512_and_si512
 #define OR _mm512_or_si512
+#define LOAD(from) _mm512_loadu_si512(from)
 #define STORE(to, x) _mm512_storeu_si512(to, x)
 #define NARROW(a, b) _mm512_packs_epi32((__m512i)(a), (__m512i)(b))
 /* After two turns of packing, which stays within 16 bytes. */
 #define IN_ORDER(x)                                                                                \
     _mm512_permutexvar_epi32(                                                                      \
         _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
+/* The reverse, before two turns of unpacking. */
+#define BY_LANE IN_ORDER
 
 TARGET INLINE MASK NAME(below)(VEC a, VEC b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 
@@ -49,11 +52,10 @@ TARGET INLINE VEC NAME(choose)(MASK mask, VEC a, VEC b)
     return (VEC)_mm512_mask_blend_ps(mask, b, a);
 }
 
-/* x, or 0 where the word is 0 */
-TARGET INLINE WORDS NAME(unless_zero)(WORDS word, WORDS x)
+/* x + y, or 0 where x is 0, of 2-byte numbers */
+TARGET INLINE SHORTS NAME(add_unless_zero)(SHORTS x, SHORTS y)
 {
-    return (WORDS)_mm512_maskz_mov_epi32(_mm512_test_epi32_mask((__m512i)word, (__m512i)word),
-                                         (__m512i)x);
+    return _mm512_maskz_add_epi16(_mm512_test_epi16_mask(x, x), x, y);
 }
 
 /* The bits of the larger of a size and |x|. Those of a NaN are larger than all others, or do not count:
@@ -106,9 +108,11 @@ TARGET INLINE uint32_t NAME(largest_of)(WORDS x)
 #define SIMD(name) _mm256_##name
 #define AND _mm256_and_si256
 #define OR _mm256_or_si256
+#define LOAD(from) _mm256_loadu_si256((const void *)(from))
 #define STORE(to, x) _mm256_storeu_si256((void *)(to), x)
 #define NARROW(a, b) _mm256_packs_epi32((__m256i)(a), (__m256i)(b))
 #define IN_ORDER(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
+#define BY_LANE(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
 
 TARGET INLINE MASK NAME(below)(VEC a, VEC b) { return (VEC)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 
@@ -119,9 +123,9 @@ TARGET INLINE VEC NAME(choose)(MASK mask, VEC a, VEC b)
     return (VEC)_mm256_blendv_ps(b, a, mask);
 }
 
-TARGET INLINE WORDS NAME(unless_zero)(WORDS word, WORDS x)
+TARGET INLINE SHORTS NAME(add_unless_zero)(SHORTS x, SHORTS y)
 {
-    return (WORDS)_mm256_sign_epi32((__m256i)x, (__m256i)word);
+    return _mm256_sign_epi16(_mm256_add_epi16(x, y), x);
 }
 
 TARGET INLINE INTS NAME(wide_int8)(const void *from)
@@ -181,8 +185,6 @@ TARGET INLINE VEC NAME(choose)(MASK mask, VEC a, VEC b)
 {
     return (VEC)(((INTS)a & mask) | ((INTS)b & ~mask));
 }
-
-TARGET INLINE WORDS NAME(unless_zero)(WORDS word, WORDS x) { return x & (WORDS)(word != 0); }
 
 TARGET INLINE INTS NAME(wide_int8)(const void *from)
 {
@@ -271,6 +273,9 @@ TARGET INLINE MASK NAME(is_positive)(VEC x, VEC g)
 {
 #if VECTOR == 32
     return _mm256_fnmadd_ps(x, g, NAME(all)(FLT_MIN));
+#elif VECTOR == 64 /* the compiler takes two instructions for these two */
+    __m512i sign = _mm512_set1_epi32(INT32_MIN);
+    return NAME(below)((VEC){0}, (VEC)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)g, sign, 0x78));
 #else
     return NAME(below)((VEC){0}, (VEC)((WORDS)x ^ ((WORDS)g & 0x80000000u)));
 #endif
