@@ -214,12 +214,17 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
     VEC weighted = NAME(fuse)(g, w->weight, zero); /* which makes 0 of -0 */
     VEC force = weighted, away = zero, since = zero, move;
     if (rule.pulls) {
-        VEC r = NAME(get)(b->r + i), fresh = code * from.shrunk_scale, x0;
-        x0 = kind == SINGLE ? NAME(float_of)(NAME(wide_int16)(from.initial + i)) * from.initial_scale
-                            : NAME(get)(b->initial_copy + i);
+        VEC r = NAME(get)(b->r + i), fresh = code * from.shrunk_scale, apart;
+        if (kind == SINGLE) {
+            VEC integer = NAME(float_of)(NAME(wide_int16)(from.initial + i));
+            apart = NAME(fuse)(integer, from.initial_scale, -p);
+        } else {
+            apart = NAME(get)(b->initial_copy + i) - p;
+        }
         MASK unmoved = NAME(equal)(r, zero);
-        away = NAME(choose)(unmoved, zero, (x0 - p) * w->shrink - fresh); /* d_k = x_0 - z_k */
-        since = NAME(choose)(unmoved, code * from.offset_scale, x0 - p);
+        away = NAME(fuse)(apart, w->shrink, -fresh); /* d_k = x_0 - z_k */
+        away = NAME(choose)(unmoved, zero, away);
+        since = NAME(choose)(unmoved, code * from.offset_scale, apart);
         force = NAME(fuse)(r - root, away, weighted);
     }
     if (NAME(in_range)(rule, plain, h) && rule.root == 2) { /* both times 1 / λ_k */

@@ -116,24 +116,28 @@ TARGET INLINE int NAME(is_held)(struct NAME(constants) h, REAL ahead, REAL g)
     return (h.c != 1) & ((differ >> (8 * sizeof differ - 1) != 0) | (g == 0));
 }
 
-TARGET INLINE void NAME(pull)(int plain, int asking, struct NAME(constants) h, int64_t n,
-                                 NAME(at) *restrict param, const NAME(at) *restrict grad,
-                                 NAME(at) *restrict grad_sum, const REAL *restrict root,
-                                 const NAME(at) *restrict initial_param,
-                                 struct NAME(lanes) *restrict lanes)
+TARGET INLINE void NAME(pull)(int plain, int asking, int decays, struct NAME(constants) h, int64_t n,
+                              NAME(at) *restrict param, const NAME(at) *restrict grad,
+                              NAME(at) *restrict grad_sum, const REAL *restrict root,
+                              NAME(at) *restrict initial_param,
+                              struct NAME(lanes) *restrict lanes)
 {
+    if (!decays)
+        h.shrink = 1; /* then the compiler leaves the products out */
     for (int64_t i = 0; i < n; i++) {
-        REAL x = SHRUNK(param[i]), x0 = SHRUNK(initial_param[i]);
+        REAL start = initial_param[i], x = SHRUNK(param[i]), x0 = SHRUNK(start);
         REAL g = EFFECTIVE(grad[i], param[i]);
         REAL s = SHRUNK(grad_sum[i]) + g * h.weight; /* s_{k+1} = s_k + λ_k g_k */
         REAL u = NAME(displacement)(NORMAL_EPS, s, root[i], h.eps);
         REAL z = x0 - u; /* z_{k+1} = x_0 - s_{k+1} / (∛ν_{k+1} + ε) */
         if (lanes) {
-            REAL away = initial_param[i] - param[i];
+            REAL away = start - param[i];
             NAME(add)(asking, lanes, i, COUNTED(grad[i], param[i], away) * h.weight, away, s, u,
                       root[i]);
         }
         grad_sum[i] = s;
+        if (decays)
+            initial_param[i] = x0;
         param[i] = x - (x - z) * h.c; /* x_{k+1} = (1-c) x_k + c z_{k+1} */
     }
 }
@@ -272,5 +276,4 @@ TARGET static void NAME(roots)(const REAL *from, REAL *to, int64_t count)
 #undef SMALLEST
 #undef UP
 #undef ROOT_UP
-#undef TURNS
 #undef GUESS

@@ -29,8 +29,12 @@ TARGET INLINE void NAME(from_roots)(int plain, int asking, struct rule rule, str
                                     int64_t i, int64_t n, struct NAME(chunk) t,
                                     const REAL *root, struct NAME(lanes) *lanes)
 {
-    if (rule.pulls)
-        NAME(pull)(plain, asking, h, n, t.param + i, t.grad + i, t.a + i, root + i, t.c + i, lanes);
+    if (rule.pulls && h.shrink != 1)
+        NAME(pull)(plain, asking, 1, h, n, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
+                   lanes);
+    else if (rule.pulls)
+        NAME(pull)(plain, asking, 0, h, n, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
+                   lanes);
     else if (t.b)
         NAME(move)(plain, 1, rule, h, n, t.param + i, t.grad + i, root + i, t.b + i);
     else
@@ -161,7 +165,7 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     int64_t param_width = WIDTH[job->param], grad_width = WIDTH[job->grad];
     REAL x[CHUNK] = {0}, g[CHUNK];
     struct NAME(lanes) lanes = {0};
-    int64_t most = method.root == 2 ? SHORT_CHUNK : CHUNK;
+    int64_t most = method.root == 2 || VECTOR == 64 ? SHORT_CHUNK : CHUNK;
     for (int64_t at = begin; at < end; at += most) {
         int64_t n = at + most < end ? most : end - at;
         char *param = (char *)row->param + at * param_width;
@@ -200,8 +204,6 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
     }
         FOR_EACH_RULE(UPDATE)
 #undef UPDATE
-        for (int64_t i = 0; t.c && i < n && h.shrink != 1; i++)
-            t.c[i] *= h.shrink;
         REAL exact[CHUNK]; /* of x, if z is kept as z - x */
         int takes = method.relative && t.b && job->param != job->state;
         if (takes)
