@@ -43,6 +43,7 @@ class Contender:
 CUBEGRAD_EAGER = Contender(
     "cubegrad MADGRAD eager", "cubegrad", "MADGRAD", {"foreach": False, "fused": False}
 )
+DECOUPLED = {"weight_decay": 0.01, "decoupled_weight_decay": True}
 AUTO = {"lr": "auto", "fused": True}
 CONTENDERS = (
     Contender(MADGRADW, "cubegrad", "MADGRADW", {"fused": True}, beside=ADAMW_FUSED),
@@ -147,6 +148,17 @@ CONTENDERS = (
     CUBEGRAD_EAGER,
     Contender("cubegrad MADGRAD momentum=0", "cubegrad", "MADGRAD", {"momentum": 0.0}),
     Contender("cubegrad MirrorMADGRAD", "cubegrad", "MirrorMADGRAD"),
+    *(
+        Contender(
+            f"cubegrad {name}{', compact' if compact else ''}, decoupled decay",
+            "cubegrad",
+            name,
+            {"fused": True, "compact": compact} | DECOUPLED,
+            beside=ADAMW_FUSED,
+        )
+        for name in ("MADGRAD", "MirrorMADGRAD")
+        for compact in (False, True)
+    ),
     Contender(ADAM_FUSED, "torch.optim", "Adam", {"fused": True}),
     Contender(ADAMW_FUSED, "torch.optim", "AdamW", {"fused": True}),
     Contender(
