@@ -108,7 +108,12 @@ def block_bits(step: Array, indices: Array) -> Array:
     evenly than a hash for each would, at a fraction of the instructions.
     """
     first = indices[..., :1]
-    return random_bits(step, first) + (indices - first) * WEYL
+    return spread_bits(step, first, indices - first)
+
+
+def spread_bits(step: Array, first: Array, place: Array) -> Array:
+    """The same from the index of a block's first coordinate, and the places within the block."""
+    return random_bits(step, first) + place * WEYL
 
 
 def dither(xp: Namespace, bits: Array) -> Array:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from cubegrad import cautions, rule
 from cubegrad.optax import auto, mean
+from cubegrad.optax.apply import apply_gradients
 from cubegrad.optax.auto import Estimate
 from cubegrad.optax.checks import (
     Settings,
@@ -32,6 +33,7 @@ __all__ = [
     "MadgradwState",
     "MirrorMadgradState",
     "ScheduleFreeMadgradwState",
+    "apply_gradients",
     "averaged_params",
     "estimated_lr",
     "madgrad",

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 from cubegrad import codec, options
 from cubegrad import rule as rules
 from cubegrad.codec import Codes
-from cubegrad.optax import auto, codes, mean, rounding, state_checks, xla
+from cubegrad.optax import auto, codes, kernel, mean, rounding, state_checks, xla
+from cubegrad.optax.apply import Place, Request, Written
 from cubegrad.optax.checks import Settings, Tree, check_gradient, check_param, is_zero
 from cubegrad.optax.layout import (
     SUMS,
@@ -42,7 +43,7 @@ class Leaf(NamedTuple):
 class Step(NamedTuple):
     """The result of one parameter's step."""
 
-    move: Array  # to be added to the parameter
+    move: Array | Written  # to be added to the parameter
     buffers: dict[str, Array | None]
     sums: list[xla.Sums]  # of each real part; empty unless the learning rate is estimated
 
@@ -67,7 +68,12 @@ def transformation(
         return state_type(count=jnp.zeros([], jnp.int32), **fields)
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, **extra_args: Any
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        write: Request | None = None,
+        **extra_args: Any,
     ) -> tuple[Tree, Any]:
         del extra_args  # meant for other members of a chain
         if params is None:
@@ -76,7 +82,7 @@ def transformation(
             )
         state = state_checks.as_type(state_type, state)
         leaves = _leaves(settings, params, updates, {n: getattr(state, n) for n in names})
-        now = settings.at(state.count)
+        now, started = settings.at(state.count), None
         h, fields = _hyper(now), dict[str, Any]()
         if rule.averages:
             h, fields = mean.advance(state, h)
@@ -85,10 +91,9 @@ def transformation(
             first = [(leaf.hyper(h), leaf.param, leaf.grad) for leaf in leaves]
             estimate = auto.start(state.estimate, first, size)
             h = _hyper(now, auto.learning_rate(estimate))
-            # Until it has started, all gradients are 0, or some are not finite and none is used.
             started = auto.has_started(estimate)
-            leaves = [leaf._replace(grad=jnp.where(started, leaf.grad, 0)) for leaf in leaves]
-        steps = [_step(rule, h, state.count, leaf, settings) for leaf in leaves]
+        places = [write and write.place(param) for param in jax.tree.leaves(params)]
+        steps = _steps(rule, h, state.count, started, leaves, settings, places)
         if settings.auto:
             pairs = zip(leaves, steps, strict=True)
             sums = [(leaf.decays, part) for leaf, step in pairs for part in step.sums]
@@ -96,6 +101,8 @@ def transformation(
         treedef = jax.tree.structure(params)
         fields |= _trees(treedef, names, [step.buffers for step in steps])
         moves = jax.tree.unflatten(treedef, [step.move for step in steps])
+        if write:
+            write.answered = True
         return moves, state_type(count=optax.safe_increment(state.count), **fields)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -150,10 +157,65 @@ def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
     )
 
 
-def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) -> Step:
+def _steps(
+    rule: Rule,
+    h: Hyper,
+    count: Array,
+    started: Array | None,
+    leaves: list[Leaf],
+    settings: Settings,
+    places: list[Place | None],
+) -> list[Step]:
+    """The step of each parameter, by a kernel where there is a place for one."""
+    auto, rounds = settings.auto, settings.rounds_at_random
+    steps, numbers = list[Step](), dict[bool, Any]()
+    for leaf, place in zip(leaves, places, strict=True):
+        kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
+        if place is None or not kernel.fits(leaf.param, leaf.grad, kept, rounds, place.sharding):
+            steps.append(_step(rule, h, count, started, leaf, auto, rounds))
+            continue
+        if leaf.decays not in numbers:
+            own = _cast(leaf.hyper(h), jnp.float32)
+            numbers[leaf.decays] = kernel.numbers(rule, own, count, started)
+        fixed, values = numbers[leaf.decays]
+        form = kernel.Form(rule, fixed, auto, rounds, place.sharding, kernel.INTERPRET)
+        param, new, sums = kernel.step(_plain, form, values, count, leaf.param, leaf.grad, kept)
+        buffers = {name: new.get(name) for name in leaf.buffers}
+        steps.append(Step(Written(param), buffers, [sums] if auto else []))
+    return steps
+
+
+def _plain(
+    form: kernel.Form,
+    values: Array,
+    count: Array,
+    param: Array,
+    grad: Array,
+    old: dict[str, Array],
+) -> tuple[Array, dict[str, Any], xla.Sums]:
+    """What a kernel does, where there is none."""
+    leaf, started = Leaf(param, grad, dict(old), True), values[1] > 0 if form.with_sums else None
+    h = form.hyper(values)
+    step = _step(form.rule, h, count, started, leaf, form.with_sums, form.rounds)
+    sums = step.sums[0] if form.with_sums else ()
+    return optax.apply_updates(param, step.move), step.buffers, sums
+
+
+def _step(
+    rule: Rule,
+    h: Hyper,
+    count: Array,
+    started: Array | None,
+    leaf: Leaf,
+    with_sums: bool,
+    rounds: bool,
+) -> Step:
     """One parameter's step. The real and the imaginary part of a complex one take a step each."""
+    if started is not None:
+        # Until there is an estimate, all gradients are 0, or some are not finite and none is used.
+        leaf = leaf._replace(grad=jnp.where(started, leaf.grad, 0))
     if leaf.buffers.get("root_code") is not None:
-        return _coded_step(rule, h, count, leaf, settings.auto)
+        return _coded_step(rule, h, count, leaf, with_sums)
     kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
     dtype = compute_dtype(leaf.param, *kept.values())
     real = jnp.finfo(dtype).dtype
@@ -165,14 +227,14 @@ def _step(rule: Rule, h: Hyper, count: Array, leaf: Leaf, settings: Settings) ->
         buffers = {name: old[name] for name in kept}
         new_param, new = rules.step(xla, rule, h, step, old["param"], old["grad"], buffers)
         new["param"] = new_param
-        if settings.auto:
+        if with_sums:
             sums.append(auto.step_sums(h, step, old, new))
             new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
             new |= zip(SUMS, auto.stored_sums(h, step, old, new), strict=True)
         results.append(new)
     new = from_real_parts(results)
     move_dtype, exact = leaf.param.dtype, new["param"]
-    if settings.rounds_at_random and move_dtype.name in codec.ROUND:
+    if rounds and move_dtype.name in codec.ROUND:
         new["param"] = rounding.rounded(h, count, move_dtype.name, new["param"])
         move_dtype = jnp.float32  # as of codes: no move in half precision leads to every number
     # Where nothing moves, x - x is 0 and this is -0, which changes no bit when it is added.
