@@ -11,7 +11,7 @@ from jax import numpy as jnp  # noqa: E402
 from jax_cases import build, each_method, randn, stepper  # noqa: E402
 
 from cubegrad.codec import LEAST_FLAT  # noqa: E402
-from cubegrad.optax import madgrad  # noqa: E402
+from cubegrad.optax import apply_gradients, madgrad  # noqa: E402
 from cubegrad.optax.codes import BUFFERS  # noqa: E402
 
 
@@ -82,9 +82,29 @@ def test_each_step_of_a_mean_gives_the_codes_of_pytorch(options, dtype, compiled
 
 
 @pytest.mark.compilation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", [*cases.METHODS, cases.SCHEDULE_FREE], ids=str)
+def test_a_kernel_gives_the_codes_of_pytorch(method, dtype, monkeypatch):
+    monkeypatch.setattr("cubegrad.optax.kernel.INTERPRET", True)
+
+    def kernel_stepper(tx):
+        def step(params, state, grads):
+            return apply_gradients(tx, grads, state, params, kernel=True)
+
+        return jax.jit(step)
+
+    compare_with_pytorch(method, "plain", dtype, kernel_stepper, (300, 1024))
+
+
+@pytest.mark.compilation
 @pytest.mark.parametrize(("options", "dtype", "compiled"), PARITY)
 @each_method
 def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
+    # The last block of a row has 232 numbers.
+    compare_with_pytorch(method, options, dtype, stepper if compiled else eager_step, (300, 1000))
+
+
+def compare_with_pytorch(method, options, dtype, make_step, shape):
     """But for one in 10,000, from the same state, and that one differs by 1.
 
     Measured: at most 3.3e-5 of a buffer. The two libraries round a cube root and a quotient
@@ -92,7 +112,7 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
     other way has another z - x. So there a code may differ by more, and if that z - x is the
     largest of its block, the block has another scale and other codes: such blocks are counted.
     """
-    chosen, shape = cases.OPTIONS[options], (300, 1000)  # the last block of a row has 232 numbers
+    chosen = cases.OPTIONS[options]
     half = dtype in ("float16", "bfloat16")
     # z - x begins as what rounding a weight of half precision leaves of it, a small difference.
     close = 1e-4 if half and method.rule.averages else 1e-5
@@ -100,7 +120,7 @@ def test_each_step_gives_the_codes_of_pytorch(method, options, dtype, compiled):
     optimizer = cases.build(method, cases.EAGER, [twin], chosen | {"compact": True})
     tx = build(method, chosen | {"compact": True})
     state = tx.init(jax_cases.array(twin.detach()))
-    step = stepper(tx) if compiled else eager_step(tx)
+    step = make_step(tx)
     for k in range(4):
         param, entries = jax_cases.array(twin.detach()), optimizer.state[twin]
         state = of_torch(entries, state) if entries else state

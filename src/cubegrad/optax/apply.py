@@ -85,9 +85,10 @@ def apply_gradients(
     """
     tx = optax.with_extra_args_support(tx)
     if kernel:
-        places = jax.tree.leaves(params)
-        known = [] if shardings is None else jax.tree.structure(params).flatten_up_to(shardings)
-        request = Request({id(p): s for p, s in zip(places, known, strict=False)})
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(params)
+        known = [] if shardings is None else treedef.flatten_up_to(shardings)
+        request = Request({id(p): s for p, s in zip(leaves, known, strict=False)})
         try:
             updates, new_state = tx.update(grads, state, params, write=request, **extra_args)
         except Exception:

@@ -36,7 +36,7 @@ INTERPRET = False  # tests run the kernels on a CPU
 class At(NamedTuple):
     """Where a number of the step lies among those that a kernel loads."""
 
-    index: int
+    place: int
 
 
 class Form(NamedTuple):
@@ -51,13 +51,15 @@ class Form(NamedTuple):
 
     def hyper(self, numbers: Any) -> Any:
         """The numbers of the step."""
-        return Hyper(*(numbers[x.index] if isinstance(x, At) else x for x in self.fixed))
+        known: Any = (numbers[x.place] if isinstance(x, At) else x for x in self.fixed)
+        return Hyper(*known)
 
 
 def numbers(rule: Rule, h: Hyper, count: Array, started: Array | None) -> tuple[Any, Array]:
     """`Form.fixed`, and what `Form.hyper` takes: λ, whether gradients count, then the others."""
     weight = rules.step_weight(rule, h.lr, count.astype(jnp.float32))
-    fixed, values = [], [weight, 1 if started is None else started]
+    fixed: Any = []
+    values = [weight, 1 if started is None else started]
     for number in h:
         unknown = isinstance(number, Array)
         fixed.append(At(len(values)) if unknown else number)
@@ -108,16 +110,17 @@ def step(
 
 
 def _unless_batched(plain: Plain, form: Form, *arguments: Any) -> Result:
-    leaves, treedef = jax.tree.flatten(arguments)
+    tree: Any
+    leaves, tree = jax.tree.flatten(arguments)
 
     @jax.custom_batching.custom_vmap
     def run(*leaves: Array) -> Result:
-        return _over_shards(form, *treedef.unflatten(leaves))
+        return _over_shards(form, *tree.unflatten(leaves))
 
     @run.def_vmap
     def run_batch(_: int, batched: list[bool], *leaves: Array) -> Any:
         def one(*leaves: Array) -> Result:
-            return plain(form, *treedef.unflatten(leaves))
+            return plain(form, *tree.unflatten(leaves))
 
         new = jax.vmap(one, [0 if each else None for each in batched])(*leaves)
         return new, jax.tree.map(lambda _: True, new)
@@ -162,4 +165,5 @@ def _over_shards(
         out_specs=(own, specs, (none,) * 3 if form.with_sums else ()),
         check_vma=False,
     )
-    return sharded(numbers, count, param, grad, old)  # type: ignore[no-any-return]
+    new: Result = sharded(numbers, count, param, grad, old)
+    return new

@@ -38,7 +38,7 @@ def _special(instruction: str, x: Array) -> Array:
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 EXACT: dict[str, Callable[[Array], Array]] = {
@@ -94,7 +94,7 @@ class Block(NamedTuple):
 
     form: Form
     h: Hyper  # its lr is λ
-    count: Array
+    step: Array  # k
     first: Array  # index of the first coordinate
     dtype: str  # of the parameter
     x: Array  # in float32, as g
@@ -110,13 +110,13 @@ class Block(NamedTuple):
         Where ν is a sum nothing else depends on the step: at step 0, λ is lr for distance.py too.
         """
         rule = self.form.rule
-        step = 0 if rule.never_falls else self.count.astype(jnp.float32)
+        step = 0 if rule.never_falls else self.step.astype(jnp.float32)
         return rule._replace(growth_root=None), step
 
 
 def step_codes(xp: Any, block: Block) -> New:
     rule, k = block.rule()
-    bits = codec.spread_bits(block.count, block.first, block.place())
+    bits = codec.spread_bits(block.step, block.first, block.place())
     kept, with_sums = Codes(*map(block.old.get, codes.BUFFERS)), block.form.with_sums
     x, new, sums = codec.step(
         xp, rule, block.h, k, bits, block.x, block.g, kept, block.dtype, with_sums
@@ -135,7 +135,7 @@ def step_sums(xp: Any, block: Block) -> New:
         return exact, new, sums
     if block.form.rounds:
         index = block.first + block.place()
-        stored = codec.round_param(xp, block.dtype, exact, block.count, index, block.h.momentum)
+        stored = codec.round_param(xp, block.dtype, exact, block.step, index, block.h.momentum)
     else:
         stored = xp.nearest(exact, block.dtype)
     rules.take_rounding(new, exact, stored)
@@ -149,14 +149,14 @@ def _program(form: Form, names: list[str], written: list[str], span: int, *refs:
     new_param, *others = others
     new, xp = dict(zip(written, others, strict=False)), functions(form.interpret)
     run = step_codes if "root_code" in names else step_sums
-    h, program, length = form.hyper(numbers)._replace(lr=numbers[0]), pl.program_id(0), param.shape[1]
+    h, program = form.hyper(numbers)._replace(lr=numbers[0]), pl.program_id(0)
 
     def one(i: Any, so_far: xla.Sums) -> xla.Sums:
         at = pl.ds(i, 1), slice(None)
         x, g = param[at].astype(jnp.float32), grad[at].astype(jnp.float32)
         if form.with_sums:  # before there is an estimate all gradients count as 0
             g = jnp.where(numbers[1] > 0, g, 0.0)
-        first = whole[1] + (program * span + i) * length
+        first = whole[1] + (program * span + i) * param.shape[1]
         kept = {name: ref[at] for name, ref in old.items()}
         x, buffers, sums = run(xp, Block(form, h, whole[0], first, param.dtype.name, x, g, kept))
         new_param[at] = x.astype(new_param.dtype)

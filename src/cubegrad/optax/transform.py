@@ -92,7 +92,7 @@ def transformation(
             estimate = auto.start(state.estimate, first, size)
             h = _hyper(now, auto.learning_rate(estimate))
             started = auto.has_started(estimate)
-        places = [write and write.place(param) for param in jax.tree.leaves(params)]
+        places = [write.place(p) if write else None for p in jax.tree.leaves(params)]
         steps = _steps(rule, h, state.count, started, leaves, settings, places)
         if settings.auto:
             pairs = zip(leaves, steps, strict=True)
