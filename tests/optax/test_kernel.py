@@ -40,7 +40,8 @@ BUFFERS = (*SUMS, *POINTS, OFFSET, *codes.BUFFERS)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "INTERPRET", True)
+    """On a GPU the kernels run on it."""
+    monkeypatch.setattr(kernel, "INTERPRET", jax.default_backend() != "gpu")
 
 
 def plain_step(tx):
@@ -397,13 +398,15 @@ def test_each_kernel_compiles_for_a_gpu(variant, compact, dtype, modules, tmp_pa
 
 
 def test_parameters_that_are_alike_share_a_kernel():
-    """Or compiling hundreds of them would take minutes."""
+    """Or compiling hundreds of them would take minutes: those of GPT-2 large."""
+    from shared.shapes import gpt2
+
     tx = madgrad(0.1, compact=True)
-    params = [jnp.ones(SHAPE)] * 12 + [jnp.ones((256, 512))] * 8
-    arguments = params, tx.init(params), params
-    text = lowered(kernel_step(tx), *arguments)
-    assert text.count("xla.gpu.triton") == 2
-    assert len(re.findall(r"call @step", text)) == 20
+    params = [jax.ShapeDtypeStruct(s, "float32") for s in gpt2(36, 1280, 50257, 1024)]
+    assert len(params) == 436
+    text = lowered(kernel_step(tx), params, jax.eval_shape(tx.init, params), params)
+    assert text.count("xla.gpu.triton") == 6
+    assert len(re.findall(r"call @step", text)) == 36 * 4 + 2
 
 
 def test_everything_that_a_kernel_writes_is_written_in_place():

@@ -27,7 +27,7 @@ PAGES = {  # how many blocks they have
     "docs/distributed.md": 2,
     "docs/gradient_release.md": 1,
     "docs/index.md": 1,
-    "docs/jax.md": 6,
+    "docs/jax.md": 7,
     "docs/learning_rate.md": 2,
     "docs/madgradw.md": 3,
     "docs/memory.md": 5,
