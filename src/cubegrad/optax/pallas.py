@@ -45,15 +45,17 @@ EXACT: dict[str, Callable[[Array], Array]] = {
     "lg2": jnp.log2,
     "ex2": jnp.exp2,
     "rcp": lambda x: 1 / x,
+    "sqrt": jnp.sqrt,
 }
 
 
-def functions(interpret: bool) -> Any:
+def functions(form: Form) -> Any:
     """What rule.py, codec.py and distance.py take as xp inside of a kernel.
 
     The interpreter is compiled by XLA, which leaves out conversions there and back and additions of
     what is taken away again; both round in Triton.
     """
+    interpret, eps = form.interpret, form.fixed.eps
 
     def special(instruction: str, x: Array) -> Array:
         return EXACT[instruction](x) if interpret else _special(instruction, x)
@@ -63,6 +65,10 @@ def functions(interpret: bool) -> Any:
         root = x * inverse * inverse
         root = root + root * ((1 - root * inverse) * (2 / 3))  # what it lacks of ∛x
         return jnp.where(x < SMALLEST, 0.0, jnp.where(x < jnp.inf, root, x))
+
+    def sqrt(x: Array) -> Array:
+        """0 for subnormal numbers, where ε is so large that this makes no difference."""
+        return special("sqrt", x) if isinstance(eps, float) and eps > 1e-30 else jnp.sqrt(x)
 
     def quotient(numerator: Any, denominator: Array) -> Array:
         """As `xla.quotient`: the choices keep the product apart from a subtraction after it."""
@@ -78,7 +84,7 @@ def functions(interpret: bool) -> Any:
 
     own = {
         "cbrt": cbrt,
-        "sqrt": jnp.sqrt,
+        "sqrt": sqrt,
         "quotient": quotient,
         "nearest": nearest,
         "isfinite": isfinite,
@@ -147,7 +153,7 @@ def _program(form: Form, names: list[str], written: list[str], span: int, *refs:
     numbers, whole, param, grad, *others = refs
     old, others = dict(zip(names, others, strict=False)), others[len(names) :]
     new_param, *others = others
-    new, xp = dict(zip(written, others, strict=False)), functions(form.interpret)
+    new, xp = dict(zip(written, others, strict=False)), functions(form)
     run = step_codes if "root_code" in names else step_sums
     h, program = form.hyper(numbers)._replace(lr=numbers[0]), pl.program_id(0)
 
