@@ -18,6 +18,7 @@ from jax import lax  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 from jax_cases import VARIANTS, WRAPPERS, build, each_method, randn, same_bits  # noqa: E402
 
+from cubegrad import options  # noqa: E402
 from cubegrad.optax import (  # noqa: E402
     apply_gradients,
     codes,
@@ -25,9 +26,11 @@ from cubegrad.optax import (  # noqa: E402
     kernel,
     madgrad,
     madgradw,
+    pallas,
 )
 from cubegrad.optax.apply import Written, _applied  # noqa: E402
 from cubegrad.optax.layout import OFFSET, POINTS, SUMS  # noqa: E402
+from cubegrad.rule import MADGRAD  # noqa: E402
 
 pytestmark = [
     pytest.mark.compilation,
@@ -35,6 +38,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 SHAPE = (64, 1024)
+HYPER = options.Hyper(0.1, 0.9, 1e-6, 0.0, None, False)
+FORM = kernel.Form(MADGRAD, HYPER, False, False, None, True)
 BUFFERS = (*SUMS, *POINTS, OFFSET, *codes.BUFFERS)
 
 
@@ -213,6 +218,36 @@ def test_a_scan_of_kernels_equals_steps():
     for k in range(3):
         params, state = jax.jit(step)(jax.tree.map(lambda g, k=k: g[k], grads), state, params)
     check_close(together, (params, state))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_mask_selects_what_decays():
+    given = {"weight_decay": 0.5, "decoupled_weight_decay": True, "mask": {"w": False, "b": True}}
+    decaying, plain = madgrad(0.1, compact=True, **given), madgrad(0.1, compact=True)
+    params, grads = tree(), tree(seed=10)
+    (new, state), (expected, _) = (
+        jax.jit(kernel_step(tx))(grads, tx.init(params), params) for tx in (decaying, plain)
+    )
+    assert same_bits(new["w"], expected["w"])
+    assert not same_bits(new["b"], expected["b"])
+    assert same_bits(state.initial_scale["w"], plain.init(params).initial_scale["w"])
+
+
+@pytest.mark.parametrize("error", [-(2.0**-22), 0.0, 2.0**-22])
+def test_cube_root_and_quotient_within_two_ulps(error, monkeypatch):
+    """With special-function units that are as wrong as NVIDIA's may be: by about 2^-22."""
+    exact = pallas.EXACT
+    for name in ("lg2", "ex2"):
+        monkeypatch.setitem(exact, name, lambda x, f=exact[name]: f(x) * (1 + error))
+    xp = pallas.functions(FORM)
+    x = jnp.float32(2.0) ** jnp.linspace(-125.9, 127.9, 10_001)
+    root = np.float64(jax.jit(xp.cbrt)(x))
+    assert np.abs(root / np.cbrt(np.float64(x)) - 1).max() <= 2.0**-22
+    ends = jnp.float32([0.0, 2.0**-127, jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(xp.cbrt(ends), [0.0, 0.0, np.inf, np.nan])
+    np.testing.assert_array_equal(xp.quotient(jnp.float32(2.0), ends[:3]), [0.0, 0.0, 0.0])
+    zero = xp.quotient(jnp.float32(-0.0), jnp.float32(1.0))
+    assert not np.signbit(zero)
 
 
 # ---------------------------------------------------------------- where there is no kernel
@@ -395,6 +430,19 @@ def test_each_kernel_compiles_for_a_gpu(variant, compact, dtype, modules, tmp_pa
     assert "ld.global.v4.b32" in ptx
     assert not re.search(r"\b(ld|st)\.local|\bcall\b", ptx)
     assert ("lg2.approx" in ptx) == (variant not in ("madgradw", "schedule-free"))
+
+
+@pytest.mark.parametrize("learning_rate", [0.1, "auto"])
+def test_nothing_becomes_wider_with_float64_enabled(learning_rate):
+    with jax.enable_x64(True):
+        tx, params = madgrad(learning_rate, compact=True), {"w": jnp.ones(SHAPE)}
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        state, step = tx.init(params), kernel_step(tx)
+        assert lowered(step, params, state, params).count("xla.gpu.triton") == 1
+        new = jax.eval_shape(step, params, state, params)
+    assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(
+        lambda leaf: leaf.dtype, (params, state)
+    )
 
 
 def test_parameters_that_are_alike_share_a_kernel():

@@ -167,21 +167,21 @@ def _steps(
     places: list[Place | None],
 ) -> list[Step]:
     """The step of each parameter, by a kernel where there is a place for one."""
-    auto, rounds = settings.auto, settings.rounds_at_random
+    with_sums, rounds = settings.auto, settings.rounds_at_random
     steps, numbers = list[Step](), dict[bool, Any]()
     for leaf, place in zip(leaves, places, strict=True):
         kept = {name: buffer for name, buffer in leaf.buffers.items() if buffer is not None}
         if place is None or not kernel.fits(leaf.param, leaf.grad, kept, rounds, place.sharding):
-            steps.append(_step(rule, h, count, started, leaf, auto, rounds))
+            steps.append(_step(rule, h, count, started, leaf, with_sums, rounds))
             continue
         if leaf.decays not in numbers:
             own = _cast(leaf.hyper(h), jnp.float32)
             numbers[leaf.decays] = kernel.numbers(rule, own, count, started)
         fixed, values = numbers[leaf.decays]
-        form = kernel.Form(rule, fixed, auto, rounds, place.sharding, kernel.INTERPRET)
+        form = kernel.Form(rule, fixed, with_sums, rounds, place.sharding, kernel.INTERPRET)
         param, new, sums = kernel.step(_plain, form, values, count, leaf.param, leaf.grad, kept)
         buffers = {name: new.get(name) for name in leaf.buffers}
-        steps.append(Step(Written(param), buffers, [sums] if auto else []))
+        steps.append(Step(Written(param), buffers, [sums] if with_sums else []))
     return steps
 
 
