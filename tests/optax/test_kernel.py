@@ -134,7 +134,7 @@ STEPS = [
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("options", "dtype"), STEPS)
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("method", [*cases.METHODS, cases.SCHEDULE_FREE], ids=str)
+@pytest.mark.parametrize("method", [*cases.METHODS, thorough(cases.SCHEDULE_FREE)], ids=str)
 def test_a_kernel_takes_the_step_of_xla(method, compact, dtype, options):
     tx = build(method, cases.OPTIONS[options] | {"compact": compact})
     params = tree(dtype)
@@ -277,7 +277,7 @@ def test_other_parameters_are_left_to_xla(shape, dtype, compact):
     tx, params = madgrad(0.1, compact=compact), {"w": randn(shape, dtype, 0)}
     arguments = params, tx.init(params), params
     assert kernels(kernel_step(tx), *arguments) == 0
-    assert same_bits(kernel_step(tx)(*arguments), plain_step(tx)(*arguments))
+    assert same_bits(*(jax.jit(step(tx))(*arguments) for step in (kernel_step, plain_step)))
 
 
 def test_vmap_takes_the_step_of_xla():
@@ -408,7 +408,7 @@ def modules(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", thorough("bfloat16"), thorough("float16")])
+@pytest.mark.parametrize("dtype", [thorough("float32"), "bfloat16", thorough("float16")])
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("variant", LOWERED)
 def test_each_kernel_compiles_for_a_gpu(variant, compact, dtype, modules, tmp_path):
@@ -479,4 +479,4 @@ def test_kernels_step_shards():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["sharded"] * 2
+    assert done.stdout == "sharded"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cubegrad.optax import apply_gradients, kernel, madgrad, madgradw
+from cubegrad.optax import apply_gradients, kernel, madgrad
 
 kernel.INTERPRET, kernel.LEAST = True, 2**10
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -15,8 +15,9 @@ SPECS = {
     "rows": ((64, 1024), PartitionSpec("data")),
     "long": ((2**16,), PartitionSpec(("data", "model"))),
     "whole": ((64, 512), PartitionSpec()),
-    "both": ((64, 2048), PartitionSpec("data", "model")),
+    "both": ((2048, 32), PartitionSpec("data", "model")),  # no codes
 }
+tx = madgrad("auto", compact=True)
 values = {
     name: jax.random.normal(jax.random.key(i), shape)
     for i, (name, (shape, _)) in enumerate(SPECS.items())
@@ -30,7 +31,7 @@ def placed(tree, sharded):
     return jax.tree.map(jax.device_put, tree, shardings)
 
 
-def traced(tx, sharded, known):
+def traced(sharded, known):
     """A step that is not compiled yet, its arguments, and how many kernels it has."""
     params, gradients = placed(values, sharded), placed(grads, sharded)
     shardings = jax.tree.map(lambda param: param.sharding, params) if known else None
@@ -40,31 +41,32 @@ def traced(tx, sharded, known):
     return found, arguments, str(found.jaxpr).count("pallas_call")
 
 
-def run(tx, sharded):
-    found, (gradients, state, params), kernels = traced(tx, sharded, known=True)
+def run(sharded):
+    found, (gradients, state, params), kernels = traced(sharded, known=True)
     step = found.lower().compile()
     for _ in range(2):
         params, state = step(gradients, state, params)
     return params, state, kernels, step.as_text()
 
 
-# With codes "both" has no whole blocks; a shard adds up its own sums.
-for tx, with_kernels, close in ((madgradw(0.1, compact=True), 3, 0), (madgrad("auto"), 4, 1e-6)):
-    params, state, kernels, compiled = run(tx, sharded=True)
-    assert kernels == with_kernels, kernels
-    assert not any(word in compiled for word in ("all-gather", "all-to-all", "collective-permute"))
-    for name, (shape, spec) in SPECS.items():
-        assert params[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape)), name
-    whole, whole_state, kernels, _ = run(tx, sharded=False)
-    assert kernels == 4, kernels
-    for name in ("rows", "long", "whole"):  # the same indices, and so the same random bits
-        np.testing.assert_allclose(params[name], whole[name], rtol=close, atol=close)
-        for one, other in zip(state, whole_state, strict=True):
-            if isinstance(one, dict) and one[name] is not None:
-                np.testing.assert_allclose(one[name], other[name], rtol=close, atol=close)
-    # What XLA splits by itself is not known while it is traced.
-    assert traced(tx, sharded=True, known=False)[2] == 0
-    sys.stdout.write("sharded\n")
+params, state, kernels, compiled = run(sharded=True)
+whole, whole_state, kernels_of_whole, _ = run(sharded=False)
+assert (kernels, kernels_of_whole) == (4, 4), (kernels, kernels_of_whole)
+assert not any(word in compiled for word in ("all-gather", "all-to-all", "collective-permute"))
+for name, (shape, spec) in SPECS.items():
+    assert params[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), len(shape)), name
+for name, kept in state._asdict().items():
+    if name in ("count", "estimate"):  # a shard adds up its own sums
+        np.testing.assert_allclose(kept, getattr(whole_state, name), rtol=1e-5)
+        continue
+    pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(getattr(whole_state, name)), strict=True)
+    for one, other in pairs:  # the same indices, and so the same random bits
+        apart = np.abs(np.float64(one) - np.float64(other))
+        assert np.mean(apart > (1e-6 if one.dtype == np.float32 else 0)) <= 1e-4, name
+for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+# What XLA splits by itself is not known while it is traced.
+assert traced(sharded=True, known=False)[2] == 0
 
 # Inside shard_map every array is a shard.
 tx, spec = madgrad(0.1), PartitionSpec("data")
@@ -76,3 +78,4 @@ inner = jax.shard_map(
     check_vma=False,
 )
 assert "pallas_call" in str(jax.make_jaxpr(inner)(values["rows"], grads["rows"]))
+sys.stdout.write("sharded")

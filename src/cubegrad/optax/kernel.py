@@ -75,7 +75,8 @@ def fits(param: Array, grad: Array, old: Buffers, rounds: bool, sharding: Any) -
         return False
     shape = param.shape
     if sharding is not None:
-        if any(sharding.spec[1:]) and (coded or rounds):  # no block, or no run of indices, is whole
+        in_rows = coded or (rounds and param.dtype.name in codec.ROUND)  # its indices follow on
+        if in_rows and any(sharding.spec[1:]):
             return False
         try:
             shape = sharding.shard_shape(shape)
