@@ -82,7 +82,7 @@ def test_each_step_of_a_mean_gives_the_codes_of_pytorch(options, dtype, compiled
 
 
 @pytest.mark.compilation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("method", [*cases.METHODS, cases.SCHEDULE_FREE], ids=str)
 def test_a_kernel_gives_the_codes_of_pytorch(method, dtype, monkeypatch):
     monkeypatch.setattr("cubegrad.optax.kernel.INTERPRET", jax.default_backend() != "gpu")
