@@ -1,4 +1,4 @@
-"""Run by tests/optax/test_kernel.py with 4 CPU devices: kernels step shards as they do wholes."""
+"""Run by tests/optax/test_kernel_compiled.py with 4 CPU devices: shards step as wholes do."""
 
 import sys
 from functools import partial
