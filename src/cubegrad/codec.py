@@ -203,7 +203,7 @@ class Codes(NamedTuple):
     offset_scale: Array | None
     root: Array  # uint8: ∛ν, or √ν
     root_scale: Array
-    initial: Array | None  # x_0 in int16, or in the dtype of half precision; only with a pull
+    initial: Array | None  # x_0 in int16, or in the dtype of half precision; if it is kept
     initial_scale: Array | None
 
 
@@ -334,7 +334,7 @@ def step(
     )
     if with_sums:
         away = old.away(xp, param)
-        sums = distance.step_sums_from_root(xp, h, step, param, grad, away, root, new_away)
+        sums = distance.step_sums_from_root(xp, rule, h, step, param, grad, away, root, new_away)
     if codes.initial is not None:
         codes = codes._replace(initial_scale=shrunk(h, codes.initial_scale))
     return new_param, encode(xp, rule, offset, root, codes, bits, h.momentum), sums

@@ -1,9 +1,11 @@
-"""MADGRAD's learning rate, estimated from the distance to a solution: arrays in, numbers out.
+"""A learning rate estimated from the distance to a solution: arrays in, numbers out.
 
 A step adds three sums over all coordinates (`step_sums`). From their history follows a lower bound
-on the distance D between x_0 and a solution (`lower_bound`), and from D and the typical size H of a
-gradient the learning rate (`learning_rate`). Steps whose gradients have all but vanished do not
-count (`share_counted`). docs/algorithm.md derives all of it.
+on the distance D between x_0 and a solution. docs/algorithm.md derives all of it.
+
+MADGRAD's rate follows from D and the typical size H of a gradient (`learning_rate`). Steps whose
+gradients have all but vanished do not count (`share_counted`). A step of MADGRADW has no scale: its
+rate is D itself.
 
 `xp` brings the functions that array libraries spell differently, as in rule.py, and more:
 `xp.total(v)` is the sum of all elements, `xp.where_finite(r, v)` is v, or 0 where r is not finite,
@@ -16,8 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cubegrad import rule
-from cubegrad.rule import MADGRAD, State
+from cubegrad import rule as rules
+from cubegrad.rule import MADGRAD, Rule, State
 
 Array = Any
 Scalar = Any
@@ -26,37 +28,42 @@ Namespace = Any
 
 # What is kept of the estimate for a group of parameters.
 FIELDS = ("distance", "agreement", "lr", "weight_sum", "step", "uncounted", "root_sum")
-# What a step adds up: λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩ and Σ_i ∛ν_i.
+# What a step adds up: λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩ and Σ_i ∛ν_i; of MADGRADW the
+# second is Σ_i √ν_i |x_0 - z_{k+1}|_i, the third Σ_i √ν_i.
 SUMS = ("agreement", "product", "root_sum")
 
 
 def step_sums(
     xp: Namespace,
+    rule: Rule,
     h: Hyper,
     step: Scalar,
     param: Array,
     grad: Array,
     before: State,
+    new_param: Array,
     after: State,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """What a step of MADGRAD from one state to the next adds to the estimate.
+    """What a step from one state to the next adds to the estimate.
 
     A coordinate whose ν is no longer finite is left out, or it would stop the estimate.
     """
     if "initial_param" in before:
         away = before["initial_param"] - param
     else:
-        away = rule.displacement(xp, MADGRAD, h.eps, before)  # x_0 - x_k, where x is z
-    root = rule.root(xp, MADGRAD, after["grad_sq_sum"])
-    agreement = xp.where_finite(root, _agreements(xp, h, step, param, grad, away))
-    return (
-        xp.total(agreement),
-        *_root_sums(xp, h, after["grad_sum"], root),
-    )  # λ_k ⟨g_k, x_0 - x_k⟩
+        away = rules.displacement(xp, rule, h.eps, before)  # x_0 - x_k, where x is z
+    root = rules.root(xp, rule, after["grad_sq_sum"])
+    agreement = xp.where_finite(root, _agreements(xp, rule, h, step, param, grad, away))
+    if rule.anchored:
+        pushed: Any = after["initial_param"] - new_param - after["dual_offset"]  # x_0 - z_{k+1}
+    else:
+        pushed = after["grad_sum"]
+    return xp.total(agreement), *_root_sums(xp, rule, h, pushed, root)
 
 
 def step_sums_from_root(
     xp: Namespace,
+    rule: Rule,
     h: Hyper,
     step: Scalar,
     param: Array,
@@ -69,38 +76,47 @@ def step_sums_from_root(
 
     `away` is x_0 - x before the step; `root` is ∛ν and `new_away` x_0 - z after it.
     """
-    agreements = _agreements(xp, h, step, param, grad, away)
-    terms = agreements, (root + h.eps) * new_away * new_away, root
+    agreements = _agreements(xp, rule, h, step, param, grad, away)
+    length = (root + h.eps) * (abs(new_away) if rule.anchored else new_away * new_away)
+    terms = agreements, length, root
     agreement, product, root_sum = (xp.total(xp.where_finite(root, term)) for term in terms)
-    return agreement, product, root_sum  # λ_k ⟨g_k, x_0 - x_k⟩, ⟨s_{k+1}, x_0 - z_{k+1}⟩, Σ_i ∛ν_i
+    return agreement, product, root_sum
 
 
 def _agreements(
-    xp: Namespace, h: Hyper, step: Scalar, param: Array, grad: Array, away: Array
+    xp: Namespace, rule: Rule, h: Hyper, step: Scalar, param: Array, grad: Array, away: Array
 ) -> Array:
     """λ_k g_k (x_0 - x_k) of each coordinate; `away` is x_0 - x_k.
 
     Coupled decay pulls towards 0 for ever, as if the solution were there. So it counts only where
     it makes the product smaller; if it never counted, D could exceed the distance.
     """
-    weight = rule.step_weight(MADGRAD, h.lr, step)
-    agreements = rule.loss_gradient(h, grad) * weight * away
-    if not rule.has_coupled_decay(h):
+    weight = rules.step_weight(rule, h.lr, step)
+    agreements = rules.loss_gradient(h, grad) * weight * away
+    if not rules.has_coupled_decay(h):
         return agreements
-    return xp.smaller(agreements, rule.effective_gradient(h, param, grad) * weight * away)
+    return xp.smaller(agreements, rules.effective_gradient(h, param, grad) * weight * away)
 
 
 def idle_sums(
-    xp: Namespace, h: Hyper, grad_sum: Array, grad_sq_sum: Array
+    xp: Namespace, rule: Rule, h: Hyper, pushed: Array, grad_sq_sum: Array
 ) -> tuple[Scalar, Scalar]:
-    """The last two of `step_sums`, for a parameter without a gradient; its first one is 0."""
-    return _root_sums(xp, h, grad_sum, rule.root(xp, MADGRAD, grad_sq_sum))
+    """The last two of `step_sums`, for a parameter without a gradient; its first one is 0.
+
+    `pushed` is how far gradients have pushed it: s, or x_0 - z of MADGRADW.
+    """
+    return _root_sums(xp, rule, h, pushed, rules.root(xp, rule, grad_sq_sum))
 
 
-def _root_sums(xp: Namespace, h: Hyper, grad_sum: Array, root: Array) -> tuple[Scalar, Scalar]:
-    product = grad_sum * xp.quotient(grad_sum, root + h.eps)
+def _root_sums(
+    xp: Namespace, rule: Rule, h: Hyper, pushed: Array, root: Array
+) -> tuple[Scalar, Scalar]:
+    if rule.anchored:
+        product = abs(pushed) * (root + h.eps)
+    else:
+        product = pushed * xp.quotient(pushed, root + h.eps)
     totals = xp.where_finite(root, product), xp.where_finite(root, root)
-    return xp.total(totals[0]), xp.total(totals[1])  # ⟨s_k, x_0 - z_k⟩, Σ_i ∛ν_{k,i}
+    return xp.total(totals[0]), xp.total(totals[1])
 
 
 def first_distance(xp: Namespace, size: Scalar) -> Scalar:
@@ -136,8 +152,10 @@ def lower_bound(
     return xp.larger(so_far, xp.quotient(agreement, norm))  # Σ λ_i ⟨g_i, x_0 - x_i⟩ / ‖s‖ √tr A
 
 
-def learning_rate(distance: Scalar, mean_scale: Scalar) -> Scalar:
-    """The γ whose first step, γ^{2/3} |g|^{1/3}, has the root mean square D."""
+def learning_rate(rule: Rule, distance: Scalar, mean_scale: Scalar) -> Scalar:
+    """The γ whose first step has the root mean square D: γ^{2/3} |g|^{1/3}, or γ of MADGRADW."""
+    if rule.anchored:
+        return distance
     return distance**1.5 * mean_scale**-0.75  # γ = D^{3/2} H^{-1/2}, H^{2/3} the mean of H_i^{2/3}
 
 
@@ -163,6 +181,7 @@ def share_counted(
 
 def advance(
     xp: Namespace,
+    rule: Rule,
     rows: Sequence[Sequence[Scalar]],
     sums: Sequence[Sequence[Scalar]],
     factors: Sequence[Scalar],
@@ -172,13 +191,50 @@ def advance(
     """The estimate after a step: for each group a row as `FIELDS` names it.
 
     Distance, lr, step and uncounted are the same in all rows. Each group has its own sums from the
-    step, its factor on lr and its count of coordinates. A group whose factor has been 0 so far has
-    no weights, so it says nothing about the size of gradients.
+    step, its factor on lr and its count of coordinates.
     """
+    if rule.anchored:
+        return _advance_free_of_scale(xp, rows, sums, hypers)
+    return _advance_with_scale(xp, rows, sums, factors, counts, hypers)
+
+
+def _advance_free_of_scale(
+    xp: Namespace,
+    rows: Sequence[Sequence[Scalar]],
+    sums: Sequence[Sequence[Scalar]],
+    hypers: Sequence[Hyper],
+) -> list[list[Scalar]]:
+    """D is the largest Σ γ_i ⟨g_i, x_0 - x_i⟩ / Σ√ν_i over m, the mean of |x_0 - z| by √ν, so far.
+
+    Divided by Σ√ν, gradients count by their direction, as in a step, whatever their size is now.
+    The quotient is about m/2. It counts up to m: weights that are clipped after each step keep z
+    near x_0 while the sum grows on. The sum of weights and the share of uncounted steps stay 0.
+    """
+    distance, _, _, unused, step, uncounted, _ = rows[0]
+    newest, products, roots = zip(*sums, strict=True)
+    old_agreements = [row[FIELDS.index("agreement")] for row in rows]
+    newest = [xp.quotient(one, sum(roots)) for one in newest]
+    agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
+    mean = xp.quotient(sum(products), sum(roots))
+    bound = xp.quotient(sum(agreements), mean)
+    distance = xp.larger(distance, xp.where(bound < mean, bound, mean))
+    own = zip(agreements, roots, strict=True)
+    return [[distance, mine, distance, unused, step + 1, uncounted, root] for mine, root in own]
+
+
+def _advance_with_scale(
+    xp: Namespace,
+    rows: Sequence[Sequence[Scalar]],
+    sums: Sequence[Sequence[Scalar]],
+    factors: Sequence[Scalar],
+    counts: Sequence[int],
+    hypers: Sequence[Hyper],
+) -> list[list[Scalar]]:
+    """Of MADGRAD. A group whose factor has been 0 so far says nothing about the size of gradients."""
     distance, _, lr, _, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)
     _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)
-    weights = [rule.step_weight(MADGRAD, lr * factor, step) for factor in factors]
+    weights = [rules.step_weight(MADGRAD, lr * factor, step) for factor in factors]
     weight_sums = list(map(operator.add, old_weights, weights))
     pairs = (old_roots, old_weights), (old_roots, weight_sums), (roots, weight_sums)
     share, uncounted = share_counted(xp, step, uncounted, *scales(xp, *pairs))
@@ -188,7 +244,7 @@ def advance(
     (scale,) = scales(xp, (roots, weight_sums))
     coordinates = sum((mine > 0) * count for mine, count in zip(weight_sums, counts, strict=True))
     mean_scale = scale / (coordinates + (coordinates == 0)) + (scale == 0)
-    estimated = learning_rate(distance, mean_scale) * xp.sqrt(1 - uncounted)
+    estimated = learning_rate(MADGRAD, distance, mean_scale) * xp.sqrt(1 - uncounted)
     lr = xp.where(scale > 0, estimated, lr)
     own = zip(agreements, weight_sums, roots, strict=True)
     return [[distance, mine, lr, total, step + 1, uncounted, root] for mine, total, root in own]

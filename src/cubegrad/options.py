@@ -181,13 +181,13 @@ def refuse_late_betas(group: Mapping[str, Any]) -> None:
 
 
 def auto_lr(rule: Any, lr: Any) -> bool:
-    """Whether lr is "auto"; refuses it for a rule without the sums that it is estimated from."""
+    """Whether lr is "auto"; refuses it for a rule that it cannot be estimated for."""
     if not isinstance(lr, str) or lr != "auto":
         return False
     if not rule.has_estimate:
         raise ValueError(
-            "lr='auto' is MADGRAD's alone: it is estimated from the sum of the gradients, which "
-            f"{rule.name} does not keep; use MADGRAD, or a number"
+            f"lr='auto' needs x_0, which {rule.name} does not keep; build MADGRAD or MADGRADW with "
+            "it, so that all groups have it, or give a number"
         )
     return True
 

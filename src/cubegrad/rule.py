@@ -52,6 +52,7 @@ class Rule(NamedTuple):
     holds: bool = False  # x follows z only where that goes down by the newest gradient
     relative: bool = False  # z is kept as z - x: it moves with weights that are edited or loaded
     averages: bool = False  # schedule-free: x is the mean of all z, gradients are taken at y
+    anchored: bool = False  # x_0 is kept though it pulls nothing: lr="auto" measures from there
 
     @property
     def point(self) -> str:
@@ -62,8 +63,13 @@ class Rule(NamedTuple):
 
     @property
     def has_estimate(self) -> bool:
-        """Whether distance.py can estimate the learning rate, from the sums of MADGRAD."""
-        return self.pulls and self.root == 3
+        """Whether distance.py can estimate the learning rate."""
+        return self.anchored or (self.pulls and self.root == 3)
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the state can say what x_0 was."""
+        return self.pulls or self.anchored
 
     @property
     def never_falls(self) -> bool:
@@ -90,7 +96,9 @@ MADGRADW = Rule(
 )
 # The parameter is y = (1-β) z + β x, and z - y is kept. So x is y - (z - y) (1-β)/β.
 SCHEDULE_FREE = MADGRADW._replace(name="madgradw_schedule_free", holds=False, averages=True)
-RULES = (MADGRAD, MIRROR_MADGRAD, MADGRADW, SCHEDULE_FREE)
+MADGRADW_AUTO = MADGRADW._replace(name="madgradw_auto", anchored=True)
+SCHEDULE_FREE_AUTO = SCHEDULE_FREE._replace(name="madgradw_schedule_free_auto", anchored=True)
+RULES = (MADGRAD, MIRROR_MADGRAD, MADGRADW, SCHEDULE_FREE, MADGRADW_AUTO, SCHEDULE_FREE_AUTO)
 
 
 def step_weight(rule: Rule, lr: Scalar, step: Scalar) -> Scalar:
@@ -215,6 +223,8 @@ def step(
     param = decayed(rule, h, param)
     weighted = grad * step_weight(rule, h.lr, step)  # λ_k g_k
     new = {"grad_sq_sum": add_square(rule, step, state["grad_sq_sum"], weighted, grad)}
+    if rule.anchored:
+        new["initial_param"] = shrunk(h, state["initial_param"])
     if not rule.pulls:
         # Taking away a negative zero would turn -0 into 0.
         move = xp.quotient(weighted, root(xp, rule, new["grad_sq_sum"]) + h.eps) + 0.0
@@ -304,7 +314,7 @@ def step_from_root(
     initial_param: Array | None = None,
     store: Store | None = None,
 ) -> tuple[Array, Any, Array, Array | None]:
-    """`step` from m = z - x, r = ∛ν and, with a pull, x_0: a form whose state can be rounded.
+    """`step` from m = z - x, r = ∛ν and x_0, if it is kept: a form whose state can be rounded.
 
     With d = x_0 - z the sums are s = d (r + ε) and ν = r³, so z_{k+1} is the same as in `step`.
     There a rounding error of s or ν stays in a sum for good. Here one of r changes a coordinate's
@@ -312,7 +322,7 @@ def step_from_root(
 
     Without `dual_offset` c is 1, and x is z. A coordinate with r = 0 has had no gradient yet, so it
     has not left x_0, whatever rounding made of x_0. `store` makes of x and m what is stored.
-    Returns these and r after the step, and with a pull x_0 - z_{k+1}.
+    Returns these and r after the step, and x_0 - z_{k+1} if x_0 is kept.
     """
     grad = effective_gradient(h, param, grad)
     param = decayed(rule, h, param)
@@ -322,10 +332,11 @@ def step_from_root(
     if rule.never_falls:  # nor is it changed by rounding alone
         new_root = xp.where(weighted * grad == 0, old_root, new_root)
     force, away = weighted, None
-    if rule.pulls:
+    if rule.keeps_start:
         away = shrunk(h, initial_param) - param
         away = away if dual_offset is None else away - dual_offset
         away = xp.where(old_root == 0, 0.0, away)  # d_k = x_0 - z_k
+    if rule.pulls:
         force = weighted - away * (new_root - old_root)
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
     move = with_decay(rule, h, param, xp.quotient(force, new_root + h.eps) + 0.0)

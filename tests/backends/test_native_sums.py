@@ -12,7 +12,7 @@ from cubegrad import distance
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.backends.native import tensors
 from cubegrad.options import Hyper
-from cubegrad.rule import MIRROR_MADGRAD
+from cubegrad.rule import MADGRAD, MADGRADW_AUTO, MIRROR_MADGRAD, SCHEDULE_FREE_AUTO
 from cubegrad.state import layout
 
 cpu = pytest.importorskip("cubegrad.backends.native.launch")
@@ -21,7 +21,7 @@ LEVELS = range(cpu.LEVEL + 1)
 each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: cpu.LEVELS[level])
 # Around the sizes at which a row is cut into strips, chunks and folds, and a step into pieces.
 SIZES = (0, 1, 15, 16, 17, 127, 128, 129, 1023, 1024, 1025, 16383, 16385, 70_001)
-PLAIN = Hyper(lr=0.01, momentum=0.9, eps=1e-6, weight_decay=0.0, shrink=None, maximize=False)
+PLAIN = Hyper(0.01, 0.9, 1e-6, weight_decay=0.0, shrink=None, maximize=False, mean_share=0.2)
 HYPERS = {
     "plain": PLAIN,
     "no-momentum": PLAIN._replace(momentum=0.0),
@@ -33,6 +33,8 @@ HYPERS = {
         grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0), weight_decay=0.1
     ),
 }
+RULES = (MADGRAD, MADGRADW_AUTO, SCHEDULE_FREE_AUTO)
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 each_hyper = pytest.mark.parametrize("h", HYPERS.values(), ids=HYPERS)
 DTYPES = {  # of parameter, gradient and state
     "float32": (torch.float32, torch.float32, torch.float32),
@@ -42,30 +44,34 @@ DTYPES = {  # of parameter, gradient and state
 }
 
 
-def batch(h, dtypes=DTYPES["float32"], sizes=SIZES):
+def batch(h, dtypes=DTYPES["float32"], sizes=SIZES, rule=MADGRAD):
     """Parameters in the middle of a run."""
+    if rule.averages and not h.momentum:
+        pytest.skip("schedule_free=True needs momentum")
     param, grad, state = dtypes
 
     def randn(seed, dtype):
         return [cases.randn((n,), dtype, n + seed) for n in sizes]
 
-    params, grads, grad_sums = randn(0, param), randn(1, grad), randn(2, state)
+    params, grads = randn(0, param), randn(1, grad)
     for tensor in grads:
         tensor[::7] = -0.0
     squares = [abs(tensor) for tensor in randn(3, state)]
     for tensor in squares:
         tensor[::5] = 0.0
     steps = [torch.tensor(3.0 + k) for k in range(len(sizes))]
-    starts = [randn(4, state)] if h.momentum else []
-    used = layout.LAYOUTS["madgrad"][0 if h.momentum else -1]
-    buffers = zip(grad_sums, squares, *starts, strict=True)
+    known = {"grad_sq_sum": squares}
+    known |= {name: randn(2, state) for name in ("grad_sum", "dual_offset")}
+    known["initial_param"] = randn(4, state)
+    used = layout.LAYOUTS[rule.name][0 if h.momentum else -1]
+    buffers = zip(*(known[name] for name in used.buffers), strict=True)
     return Batch(used, list(map(Row, params, grads, steps, buffers)))
 
 
 class Float64Functions:
     """The rule's functions in float64."""
 
-    cbrt, quotient, total = np.cbrt, staticmethod(oracle.quotient), np.sum
+    cbrt, sqrt, quotient, total = np.cbrt, np.sqrt, staticmethod(oracle.quotient), np.sum
     smaller = np.minimum
 
     @staticmethod
@@ -108,11 +114,12 @@ def threads():
 
 @each_level
 @each_hyper
+@each_rule
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
+def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, rule, dtypes):
     monkeypatch.setattr(cpu, "LEVEL", level)
     threads(2)
-    after = batch(h, dtypes)
+    after = batch(h, dtypes, rule=rule)
     before = copied(after)
     sums = step_sums(h, after).numpy()
     expected, sizes = np.zeros(3), np.zeros(3)
@@ -123,7 +130,7 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
             dict(zip(after.layout.buffers, map(cases.numbers, row.buffers), strict=True))
             for row in (old_row, new_row)
         )
-        inputs = (h, k, x, g / scale, old, new)
+        inputs = (rule, h, k, x, g / scale, old, cases.numbers(new_row.param), new)
         expected += distance.step_sums(Float64Functions, *inputs)
         sizes += distance.step_sums(AbsoluteSums, *inputs)
     rounding = 3e-15 if dtypes[2] == torch.float64 else 5e-7
@@ -132,10 +139,11 @@ def test_the_sums_are_those_of_the_rule(monkeypatch, threads, level, h, dtypes):
 
 @each_level
 @each_hyper
+@each_rule
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes):
+def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, rule, dtypes):
     monkeypatch.setattr(cpu, "LEVEL", level)
-    with_sums = batch(h, dtypes)
+    with_sums = batch(h, dtypes, rule=rule)
     without = copied(with_sums)
     for _ in range(2):
         step_sums(h, with_sums)
@@ -145,18 +153,25 @@ def test_the_step_is_the_same_to_the_bit_with_sums(monkeypatch, level, h, dtypes
 
 @each_level
 @pytest.mark.parametrize("h", [PLAIN, HYPERS["no-momentum"], HYPERS["shrink"]])
+@each_rule
 @pytest.mark.parametrize("dtypes", [DTYPES["float32"], DTYPES["float64"]], ids=["single", "double"])
-def test_a_coordinate_that_is_not_finite_is_as_if_it_were_not_there(monkeypatch, level, h, dtypes):
+def test_a_coordinate_that_is_not_finite_is_as_if_it_were_not_there(
+    monkeypatch, level, h, rule, dtypes
+):
     """Whatever is not finite, and in whatever part of a chunk or after the last whole vector."""
     monkeypatch.setattr(cpu, "LEVEL", level)
-    spoilt = batch(h, dtypes, sizes=(2_085,))
+    spoilt = batch(h, dtypes, (2_085,), rule)
+    squares = spoilt.layout.buffers.index("grad_sq_sum")
     without = copied(spoilt)
     largest = torch.finfo(dtypes[1]).max  # whose square is infinite
     for place, value in ((3, torch.inf), (300, torch.nan), (1_100, largest), (2_084, -torch.inf)):
         spoilt.rows[0].grad[place] = value
-        spoilt.rows[0].buffers[1][place - 1] = torch.inf
+        spoilt.rows[0].buffers[squares][place - 1] = torch.inf
         for tensor in (without.rows[0].grad, *without.rows[0].buffers[:2]):
             tensor[place - 1 : place + 1] = 0.0
+        if rule.anchored:  # then nothing has pushed this coordinate, nor moved it
+            for tensor in (without.rows[0].param, without.rows[0].buffers[2]):
+                tensor[place - 1 : place + 1] = 0.0
     sums, expected = step_sums(h, spoilt), step_sums(h, without)
     rounding = 1e-14 if dtypes[2] == torch.float64 else 1e-6
     assert torch.allclose(sums, expected, rtol=rounding), (sums, expected)

@@ -8,14 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubegrad import MADGRAD, backends, distance
+from cubegrad import MADGRAD, MADGRADW, backends, distance
 from cubegrad.functions import NumberFunctions
 from cubegrad.optim.auto import estimate
 from cubegrad.options import Hyper
+from cubegrad.rule import MADGRAD as MADGRAD_RULE
+from cubegrad.rule import MADGRADW_AUTO, Rule
 
 triton = pytest.importorskip("cubegrad.backends.triton.estimate")
 DEVICE = cases.TRITON.device
 COUNTS = [10, 7, 0]
+RULES = (MADGRAD_RULE, MADGRADW_AUTO)
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+each_class = pytest.mark.parametrize("cls", [MADGRAD, MADGRADW])
 
 
 def on_device(values: Any) -> Tensor:
@@ -32,7 +37,8 @@ def sums_of(count: int, step: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("shrink", [None, 0.9])
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_equals_the_python_function(count: int, shrink: float | None) -> None:
+@each_rule
+def test_it_equals_the_python_function(rule: Rule, count: int, shrink: float | None) -> None:
     hypers = [Hyper(0.0, 0.9, 1e-6, 0.0, shrink if i != 1 else None, False) for i in range(count)]
     rows = [[1e-2, 0.0, 0.3, 0.0, 0.0, 0.0, 0.0] for _ in range(count)]
     factors, counts = [1.0, 0.0, 0.5][:count], COUNTS[:count]
@@ -43,8 +49,8 @@ def test_it_equals_the_python_function(count: int, shrink: float | None) -> None
         step_sums = sums_of(count, step)
         sums = on_device(step_sums)
         rates = on_device([rows[0][2] * factor for factor in factors])
-        triton.advance(values, sums, rates, kept, on_device(counts), None)
-        rows = distance.advance(NumberFunctions, rows, step_sums, factors, counts, hypers)
+        triton.advance(rule, values, sums, rates, kept, on_device(counts), None)
+        rows = distance.advance(NumberFunctions, rule, rows, step_sums, factors, counts, hypers)
         assert values.tolist() == [pytest.approx(row, rel=1e-12) for row in rows]
         assert not sums.any()
     assert rows[0][0] > 0.1  # from 0.01
@@ -52,36 +58,38 @@ def test_it_equals_the_python_function(count: int, shrink: float | None) -> None
 
 def test_factors_of_0_leave_the_rate() -> None:
     values, sums = on_device([[1e-2, 0.0, 0.3, 0.0, 4.0, 0.0, 0.0]]), on_device([[0.0, 0.0, 0.0]])
-    triton.advance(values, sums, on_device([0.0]), None, on_device([10.0]), None)
+    triton.advance(MADGRAD_RULE, values, sums, on_device([0.0]), None, on_device([10.0]), None)
     assert values.tolist() == [[1e-2, 0.0, 0.3, 0.0, 5.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("overflow", [0.0, 1.0])
-def test_a_skipped_step_changes_nothing_but_the_sums(overflow: float) -> None:
+@each_rule
+def test_a_skipped_step_changes_nothing_but_the_sums(rule: Rule, overflow: float) -> None:
     row = [1e-2, 0.0, 0.3, 0.1, 4.0, 0.0, 2.0]
     values, sums = on_device([row]), on_device([[5.0, 6.0, 7.0]])
     found_inf = torch.full((1,), overflow, device=DEVICE)
-    triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), found_inf)
+    triton.advance(rule, values, sums, on_device([0.3]), None, on_device([10.0]), found_inf)
     assert (values.tolist() == [row]) == bool(overflow)
     assert not sums.any()
 
 
-def test_a_damaged_gradient_does_not_move_the_distance() -> None:
-    nan = float("nan")
-    values, sums = on_device([[1e-2, 0.0, 0.3, 0.1, 4.0, 0.0, 2.0]]), on_device([[nan, nan, nan]])
-    triton.advance(values, sums, on_device([0.3]), None, on_device([10.0]), None)
+@each_rule
+def test_a_damaged_gradient_does_not_move_the_distance(rule: Rule) -> None:
+    nan, rate = float("nan"), 1e-2 if rule.anchored else 0.3
+    values, sums = on_device([[1e-2, 0.0, rate, 0.1, 4.0, 0.0, 2.0]]), on_device([[nan, nan, nan]])
+    triton.advance(rule, values, sums, on_device([0.3]), None, on_device([10.0]), None)
     distance, _, lr, *_ = values.tolist()[0]
-    assert (distance, lr) == (1e-2, 0.3)
+    assert (distance, lr) == (1e-2, rate)
 
 
-def groups_that_change(steps: int, **options: Any) -> tuple[list[Tensor], MADGRAD]:
+def groups_that_change(cls: Any, steps: int, **options: Any) -> tuple[list[Tensor], Any]:
     """Two groups with a parameter that lacks a gradient for two steps, later a third group."""
     params = [cases.parameter(cases.randn((n,), torch.float64, n), DEVICE) for n in (9, 4, 6, 5)]
     groups: list[dict[str, Any]] = [
         {"params": params[:2], "weight_decay": 0.02},
         {"params": params[2:3], "lr": torch.tensor([0.5])},
     ]
-    optimizer = MADGRAD(groups, lr="auto", foreach=False, **options)
+    optimizer = cls(groups, lr="auto", foreach=False, **options)
     for k in range(steps):
         if k == 6:
             optimizer.add_param_group({"params": params[3:], "lr": 0.0})
@@ -104,27 +112,31 @@ def pretend_on_device(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["kernel", "tensors"])
 @pytest.mark.parametrize("decoupled", [False, True], ids=["", "decoupled"])
+@each_class
 def test_an_optimizer_makes_the_same_steps_on_a_device(
-    way: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+    cls: Any, way: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The estimate in tensors, updated by the kernel or by torch, equals that of the host."""
-    expected, reference = groups_that_change(12, decoupled_weight_decay=decoupled)
+    expected, reference = groups_that_change(cls, 12, decoupled_weight_decay=decoupled)
     pretend_on_device(monkeypatch, way)
-    params, optimizer = groups_that_change(12, decoupled_weight_decay=decoupled)
+    params, optimizer = groups_that_change(cls, 12, decoupled_weight_decay=decoupled)
     assert optimizer.estimated_lr() == pytest.approx(reference.estimated_lr(), rel=1e-11)
     for param, other in zip(params, expected, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["kernel", "tensors"])
-def test_a_factor_has_its_gradient_on_a_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_class
+def test_a_factor_has_its_gradient_on_a_device(
+    cls: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In every step: the next one must not overwrite an estimate that autograd still needs."""
 
     def slopes_of_steps() -> list[float]:
         start = cases.randn((5,), torch.float64, 1).to(DEVICE)
         param, slopes = torch.nn.Parameter(start.clone()), []
         factor = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
-        optimizer = MADGRAD([param], lr="auto", differentiable=True)
+        optimizer = cls([param], lr="auto", differentiable=True)
         optimizer.param_groups[0]["lr"] = factor
         for _ in range(4):
             moved = param.clone()

@@ -1,4 +1,4 @@
-"""MADGRAD(lr="auto"): every backend against the oracle, and what users do with an optimizer."""
+"""lr="auto": every backend against the oracle, and what users do with an optimizer."""
 
 import math
 from typing import Any
@@ -34,19 +34,29 @@ def gradients(params: list[Tensor], k: int) -> list[Tensor]:
     return grads
 
 
+METHODS = [cases.MADGRAD, cases.MADGRADW, cases.SCHEDULE_FREE]
+Estimate = oracle.Estimate | oracle.EstimateFreeOfScale
+each_method = pytest.mark.parametrize("method", METHODS, ids=str)
+
+
 def start(
-    backend: cases.Backend, dtype: torch.dtype, options: dict[str, Any]
-) -> tuple[list[nn.Parameter], Any, oracle.Estimate]:
+    method: cases.Method, backend: cases.Backend, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[list[nn.Parameter], Any, Estimate]:
     """Parameters, their optimizer, and the oracle with the same values."""
+    if method is cases.SCHEDULE_FREE and options.get("momentum") == 0:
+        pytest.skip("schedule_free=True needs momentum")
     params = parameters(SHAPES, dtype, backend.device)
-    optimizer = cases.build(cases.MADGRAD, backend, params, options | {"lr": "auto"})
-    return params, optimizer, oracle.Estimate([oracle.Madgrad(cases.numbers(p)) for p in params])
+    optimizer = cases.build(method, backend, params, options | {"lr": "auto"})
+    kind: Any = oracle.Estimate if method is cases.MADGRAD else oracle.EstimateFreeOfScale
+    return params, optimizer, kind([method.oracle(cases.numbers(p)) for p in params])
 
 
 def step_both(
-    params: list[nn.Parameter], optimizer: Any, expected: oracle.Estimate, options: Any, k: int
+    params: list[nn.Parameter], optimizer: Any, expected: Estimate, options: Any, k: int
 ) -> None:
     grads = gradients([param.cpu() for param in params], k)
+    if options.get("maximize"):  # of a quadratic that has a maximum
+        grads = [-grad for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.to(param.device)
     factor = cases.lr_at(k, 1.0)
@@ -57,8 +67,11 @@ def step_both(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @cases.each_backend_of_a_long_test
-def test_every_backend_follows_the_oracle(backend: cases.Backend, options: dict[str, Any]) -> None:
-    params, optimizer, expected = start(backend, torch.float64, options)
+@each_method
+def test_every_backend_follows_the_oracle(
+    method: cases.Method, backend: cases.Backend, options: dict[str, Any]
+) -> None:
+    params, optimizer, expected = start(method, backend, torch.float64, options)
     distances = []
     for k in range(6 if backend.interpreted else 40):
         step_both(params, optimizer, expected, options, k)
@@ -68,17 +81,18 @@ def test_every_backend_follows_the_oracle(backend: cases.Backend, options: dict[
             np.testing.assert_allclose(cases.numbers(param), run.x, rtol=1e-9, atol=1e-12)
             for name, state in cases.stored(optimizer, param).items():
                 np.testing.assert_allclose(state, run.state()[name], rtol=1e-8, atol=1e-12)
-    e = expected
-    root_sum = sum(np.cbrt(run.nu).sum() for run in e.runs)
-    numbers = (e.distance, e.agreement, e.lr, e.weight_sum, e.runs[0].k, e.uncounted, root_sum)
-    assert optimizer.param_groups[0]["estimate"].tolist() == pytest.approx(numbers, rel=1e-8)
+    numbers = optimizer.param_groups[0]["estimate"].tolist()
+    assert numbers == pytest.approx(expected.numbers(), rel=1e-8)
     assert backend.interpreted or distances[-1] > 2 * distances[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @cases.each_fast_backend
-def test_other_dtypes_follow_the_oracle(backend: cases.Backend, dtype: torch.dtype) -> None:
-    params, optimizer, expected = start(backend, dtype, {})
+@each_method
+def test_other_dtypes_follow_the_oracle(
+    method: cases.Method, backend: cases.Backend, dtype: torch.dtype
+) -> None:
+    params, optimizer, expected = start(method, backend, dtype, {})
     for k in range(30):
         step_both(params, optimizer, expected, {}, k)
         assert optimizer.estimated_lr() == pytest.approx(expected.lr, rel=2e-5)
@@ -214,7 +228,7 @@ def test_impossible_uses_are_refused() -> None:
     params = [ones(3)]
     with pytest.raises(TypeError, match=r"lr='fast' \(str\) must be one number; .* 'auto'"):
         MADGRAD(params, lr="fast")
-    with pytest.raises(ValueError, match="lr='auto' is MADGRAD's alone"):
+    with pytest.raises(ValueError, match="lr='auto' needs x_0, which mirror_madgrad"):
         cubegrad.MirrorMADGRAD(params, lr="auto")  # type: ignore[arg-type]
     fixed = MADGRAD(params, lr=0.1)
     with pytest.raises(ValueError, match="for all groups or for none"):

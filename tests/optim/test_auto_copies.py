@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cubegrad import distance
 from cubegrad.functions import TorchFunctions
 from cubegrad.options import Hyper
+from cubegrad.rule import MADGRAD, MADGRADW_AUTO, Rule
 
 
 class Copies(TorchDispatchMode):
@@ -34,12 +35,13 @@ def table(rows: int, columns: int) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_auto_gpu.py asks the GPU itself")
-def test_an_estimate_advances_without_copies_to_the_device() -> None:
+@pytest.mark.parametrize("rule", [MADGRAD, MADGRADW_AUTO], ids=lambda rule: rule.name)
+def test_an_estimate_advances_without_copies_to_the_device(rule: Rule) -> None:
     """Each would wait for the device, and could not be captured in a graph."""
     with FakeTensorMode(), Copies() as copies:
         rows, sums, factors = table(2, 7), table(2, 3), table(1, 2)[0]
         hypers = [Hyper(factors[0], 0.9, 1e-6, 0.0, None, False)] * 2
-        new = distance.advance(TorchFunctions, rows, sums, factors, (5, 7), hypers)
+        new = distance.advance(TorchFunctions, rule, rows, sums, factors, (5, 7), hypers)
         assert all(number.is_cuda for row in new for number in row)
         assert not copies.found
         torch.as_tensor(1.0, device="cuda")

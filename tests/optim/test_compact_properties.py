@@ -44,7 +44,7 @@ def states(draw, method):
         g = g * torch.tensor(random.random(shape) > 0.3)  # no gradient there
     none = codec.Codes(None, None, None, None, None, None)
     initial = [None, None]
-    if method.pulls:
+    if method.keeps_start:
         initial = list(codec.encode_integers(CodedFunctions, x + normal(1.0), 32767))
         initial[0] = initial[0].to(torch.int16)
     old = none._replace(
@@ -112,7 +112,7 @@ def test_the_mean_over_many_draws_is_the_exact_number(method, varied):
     offset = torch.randn((1, 2, 256), generator=generator)
     root = torch.randn((1, 2, 256), generator=generator).abs() + 0.1
     old = codec.Codes(
-        offset, None, None, torch.zeros(1, 2, 1), offset if method.pulls else None, None
+        offset, None, None, torch.zeros(1, 2, 1), offset if method.keeps_start else None, None
     )
     numbers = torch.arange(512, dtype=torch.int32).view(1, 2, 256)
     sums = [torch.zeros(1, 2, 256, dtype=torch.float64) for _ in range(2)]

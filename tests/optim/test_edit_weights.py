@@ -208,16 +208,20 @@ def test_a_tensor_that_is_not_edited_is_not_written(form, keeps):
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_the_estimate_counts_tensors_that_are_not_edited(compact):
+@pytest.mark.parametrize("form", ["sums", "madgradw"])
+def test_the_estimate_counts_tensors_that_are_not_edited(form, compact):
     """The agreement of the gradients shrinks as ⟨s, x_0 - z⟩ of all tensors does."""
     params = parameters([edits.SHAPE, (50, 70)])
-    optimizer = build("sums", params, lr="auto", compact=compact)
+    optimizer = build(form, params, lr="auto", compact=compact)
     advance(optimizer, params, range(10))
     (group,) = optimizer.param_groups
 
     def agreement(param):
-        ((s, v),) = conversion.sums(param, optimizer.state[param], group["eps"])
-        return (s.double() ** 2 / (v.double() ** (1 / 3) + group["eps"])).sum()
+        rule, entries = optimizer._rule, optimizer.state[param]
+        ((pushed, v),) = conversion.sums(rule, param, entries, group["eps"])
+        root = v.double() ** (1 / rule.root) + group["eps"]
+        size = pushed.double() ** 2
+        return (size / root if rule.pulls else size * root).sum()
 
     before, (edited, other) = group["estimate"].clone(), map(agreement, params)
     with optimizer.edit_weights():
@@ -256,14 +260,14 @@ def test_every_backend_goes_on_from_an_edit(backend, form):
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_estimated_rate_does_not_grow_with_clipping(momentum, compact):
+@pytest.mark.parametrize("forms", [("sums", "codes"), ("madgradw", "madgradw-codes")])
+def test_an_estimated_rate_does_not_grow_with_clipping(forms, momentum, compact):
     """It was 5e20 after 200 steps when every edit moved x_0."""
     rates = []
     for edited in (False, True):
         problem = Noisy()
         param = problem.parameter()
-        form = "codes" if compact else "sums"
-        optimizer = build(form, [param], lr="auto", momentum=momentum)
+        optimizer = build(forms[compact], [param], lr="auto", momentum=momentum)
         if edited:
             edits.clipped(optimizer, problem, param, steps=200)
         else:

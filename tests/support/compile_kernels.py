@@ -11,7 +11,15 @@ from triton.compiler import ASTSource
 from cubegrad.backends.triton.coded import step_coded_units
 from cubegrad.backends.triton.kernel import step_units
 from cubegrad.backends.triton.launch import fields
-from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, RULES, SCHEDULE_FREE
+from cubegrad.rule import (
+    MADGRAD,
+    MADGRADW,
+    MADGRADW_AUTO,
+    MIRROR_MADGRAD,
+    RULES,
+    SCHEDULE_FREE,
+    SCHEDULE_FREE_AUTO,
+)
 
 NUMBERS = ("lr", "momentum", "shrink", "mean_share", "eps", "decay", "sign")
 POINTERS = dict.fromkeys(("lr_at", "momentum_at", "shrink_at", "mean_share_at"), "*fp64")
@@ -19,18 +27,15 @@ POINTERS |= {"found_inf": "*fp32", "grad_scale": "*fp32", "sums": "*fp64"}
 TABLES = {"rows": "*i64", "grads": "*i64", "units": "*i32", "ticket": "*i32"}
 
 
+FIELDS = "ROOT", "GROWTH_ROOT", "SQUARES", "PULLS", "HOLDS", "RELATIVE", "AVERAGES", "ANCHORED"
+
+
 def of_rule(rule):
-    return dict(
-        zip(
-            ("ROOT", "GROWTH_ROOT", "SQUARES", "PULLS", "HOLDS", "RELATIVE", "AVERAGES"),
-            fields(rule),
-            strict=True,
-        )
-    )
+    return dict(zip(FIELDS, fields(rule), strict=True))
 
 
 def compile_kernel(kernel, constants, tensors, warps, registers):
-    if not constants["PULLS"]:
+    if not (constants["PULLS"] or constants["ANCHORED"]):
         tensors = [name for name in tensors if name != "sums"]
     names = kernel.arg_names
     count = "span" if "span" in names else "length"
@@ -65,6 +70,7 @@ def compile_for_sums():
     for rule, has_point, sums in (
         *((MADGRAD, True, True), (MADGRAD, False, False), (MIRROR_MADGRAD, True, False)),
         *((MADGRADW, True, False), (MADGRADW, False, False), (SCHEDULE_FREE, True, False)),
+        *((MADGRADW_AUTO, True, True), (SCHEDULE_FREE_AUTO, True, True)),
     ):
         for dtype, state, at_random in dtypes:
             constants = {"HAS_POINT": has_point, "P": dtype, "G": dtype} | of_rule(rule)

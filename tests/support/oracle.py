@@ -120,6 +120,12 @@ class Estimate:
         rate = self.distance**1.5 / np.sqrt(self.scale**1.5)
         return float(rate * np.sqrt(self.counted / (self.runs[0].k + 1)))
 
+    def numbers(self) -> tuple[float, ...]:
+        """What a group keeps of it."""
+        root_sum = sum(np.cbrt(run.nu).sum() for run in self.runs)
+        own = (self.distance, self.agreement, self.lr, self.weight_sum)
+        return *own, self.runs[0].k, self.uncounted, root_sum
+
     def mean(self, arrays: list[Array]) -> float:
         return float(sum(a.sum() for a in arrays) / sum(run.x.size for run in self.runs))
 
@@ -156,6 +162,48 @@ class Estimate:
         self.counted += share
         if self.weight_sum > 0:
             self.scale = new_roots / self.weight_sum ** (1 / 3)
+
+
+@dataclass
+class EstimateFreeOfScale:
+    """An estimated learning rate of MADGRADW, for several parameters that are stepped together."""
+
+    runs: "list[Madgradw]"
+    distance: float = 0.0
+    agreement: float = 0.0
+
+    @property
+    def lr(self) -> float:
+        return self.distance
+
+    def numbers(self) -> tuple[float, ...]:
+        root_sum = sum(np.sqrt(run.nu).sum() for run in self.runs)
+        return self.distance, self.agreement, self.lr, 0.0, self.runs[0].k, 0.0, root_sum
+
+    def step(self, grads: list[Array], o: Settings, factor: float = 1.0) -> None:
+        effective = [o.gradient(r.x, g)[0] for r, g in zip(self.runs, grads, strict=True)]
+        if not self.distance:
+            moved = [r.x[g != 0] for r, g in zip(self.runs, effective, strict=True)]
+            self.distance = max(1e-6, 0.02 * np.sqrt(np.mean(np.concatenate(moved) ** 2)))
+        o = replace(o, lr=factor * self.distance, first_lr=self.distance)
+        self.agreement *= o.shrink()
+        newest = 0.0
+        for run, g in zip(self.runs, grads, strict=True):
+            loss = -g if o.maximize else g
+            away = run.x0 - run.x
+            decay = np.minimum(o.coupled_decay() * run.x * away, 0)
+            newest += o.lr * float((loss * away + decay).sum())
+            run.step(g, o)
+        roots = [np.sqrt(run.nu) for run in self.runs]
+        total = sum(root.sum() for root in roots)
+        lengths = (
+            (root + o.eps) * np.abs(run.x0 - run.z)
+            for run, root in zip(self.runs, roots, strict=True)
+        )
+        length = sum(own.sum() for own in lengths) / total  # the mean of |x_0 - z|
+        self.agreement += newest / total
+        if length > 0:
+            self.distance = max(self.distance, min(self.agreement / length, length))
 
 
 @dataclass
@@ -204,10 +252,18 @@ class MirrorMadgrad:
 
 @dataclass
 class Madgradw(MirrorMadgrad):
+    """x_0 is for an estimated learning rate."""
+
+    x0: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.x0 = self.x.copy()
+
     def step(self, g: Array, o: Settings) -> None:
         g, g_size = o.gradient(self.x, np.asarray(g, dtype=np.float64))
         old_size = np.abs(self.x) + np.abs(self.z)
-        self.x, self.z = o.shrink() * self.x, o.shrink() * self.z
+        self.x, self.z, self.x0 = (o.shrink() * each for each in (self.x, self.z, self.x0))
         a = 1.5 / (self.k + 1.5)
         nu_size = (1 - a) * self.nu + 2 * a * np.abs(g) * g_size
         self.nu = (1 - a) * self.nu + a * g * g
@@ -222,13 +278,16 @@ class Madgradw(MirrorMadgrad):
         self.k += 1
         size = np.abs(self.x) + old_size + moved * (1 + quotient(nu_size, 2 * self.nu))
         self.size = {"x": size, "dual_offset": size, "grad_sq_sum": nu_size}
+        self.size["initial_param"] = np.abs(self.x0)
 
     def restart(self, x: Array, state: dict[str, Array], _: Settings) -> None:
         self.x = x
         self.nu, self.z = state["grad_sq_sum"], x + state.get("dual_offset", 0.0)
+        self.x0 = state.get("initial_param", self.x0)
 
     def state(self) -> dict[str, Array]:
-        return {"grad_sq_sum": self.nu, "dual_offset": self.z - self.x}
+        offset = self.z - self.x
+        return {"grad_sq_sum": self.nu, "dual_offset": offset, "initial_param": self.x0}
 
     def beside(self, stored: Array) -> dict[str, Array]:
         return self.state() | {"dual_offset": self.z - stored}
@@ -249,7 +308,7 @@ class ScheduleFree(Madgradw):
     def step(self, g: Array, o: Settings) -> None:
         g, g_size = o.gradient(self.x, np.asarray(g, dtype=np.float64))
         old_size = np.abs(self.x) + np.abs(self.z) + np.abs(self.mean)
-        decay = (1 - o.shrink()) * self.x
+        decay, self.x0 = (1 - o.shrink()) * self.x, o.shrink() * self.x0
         a = 1.5 / (self.k + 1.5)
         nu_size = (1 - a) * self.nu + 2 * a * np.abs(g) * g_size
         self.nu = (1 - a) * self.nu + a * g * g

@@ -40,7 +40,7 @@ def _step_sums(batch: Batch, h: Hyper) -> None:
         new_x, new = rule.step(xp, batch.layout.rule, h, k, x, grad, state)
         if h.sums is not None:
             with torch.no_grad():
-                sums = distance.step_sums(xp, h, k, x, grad, state, new)
+                sums = distance.step_sums(xp, batch.layout.rule, h, k, x, grad, state, new_x, new)
                 h.sums.add_(torch.stack(sums).to(h.sums.device))
         exact = new_x
         if rounds:

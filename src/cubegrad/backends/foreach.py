@@ -39,6 +39,9 @@ class TensorList:
     def __neg__(self) -> "TensorList":
         return TensorList(torch._foreach_neg(self.tensors))
 
+    def __abs__(self) -> "TensorList":
+        return TensorList(torch._foreach_abs(self.tensors))
+
     def __add__(self, other: Any) -> "TensorList":
         return TensorList(torch._foreach_add(self.tensors, _operand(other)))
 
@@ -190,7 +193,7 @@ def _run(batch: Batch, rows: list[Row], h: Hyper) -> None:
     xp = (ExactListFunctions if rounds else ListFunctions)(h.eps)
     new_x, new = rule.step(xp, batch.layout.rule, h, k, x, grad, old)
     if h.sums is not None:
-        sums = distance.step_sums(xp, h, k, x, grad, old, new)
+        sums = distance.step_sums(xp, batch.layout.rule, h, k, x, grad, old, new_x, new)
         h.sums.add_(torch.stack(sums).to(h.sums.device))
     exact = new_x
     if rounds:

@@ -15,7 +15,38 @@ from cubegrad.optim.base import BaseOptimizer, Flags, Params
 __all__ = ["MADGRAD", "MADGRADW", "MirrorMADGRAD", "estimated_lr"]
 
 
-class MADGRAD(BaseOptimizer):
+class _Estimating(BaseOptimizer):
+    """The methods of an optimizer that can have lr="auto"."""
+
+    def estimated_lr(self) -> float:
+        """The current estimate of lr="auto", without any group's factor; nan before the first step.
+
+        Reading it waits for the device; `param_groups[0]["estimated_lr"]` is the same number as a
+        tensor, at no cost. `cubegrad.estimated_lr` finds it inside a wrapper.
+        """
+        self._check_auto("estimated_lr()", "read param_groups[0]['lr']")
+        return lr_of(self.param_groups[0]["estimate"])
+
+    def share_estimate(self, process_group: Any = None) -> None:
+        """Make one estimate of lr="auto" with the same optimizer in the other processes.
+
+        For processes that hold different parameters as plain tensors, or parts of them: pipeline
+        stages, ZeRO-1, FSDP1. All call this before the first step, have as many groups with the
+        same options, and step together: each step sums a few numbers over the process group (None
+        is all processes).
+        """
+        self._check_auto("share_estimate()", "build it with lr='auto'")
+        self._auto.shared = Shared(process_group)
+
+    def _check_auto(self, what: str, remedy: str) -> None:
+        group = self.param_groups[0]
+        if not group["auto_lr"]:
+            raise RuntimeError(
+                f"{what} needs lr='auto', and this optimizer has lr={group['lr']}; {remedy}"
+            )
+
+
+class MADGRAD(_Estimating):
     """MADGRAD: momentumized, adaptive, dual averaged gradients (Defazio & Jelassi).
 
     Algorithm 1 of the paper, for k = 0, 1, …:
@@ -54,35 +85,8 @@ class MADGRAD(BaseOptimizer):
 
     _rule = rule.MADGRAD
 
-    def estimated_lr(self) -> float:
-        """The current estimate of lr="auto", without any group's factor; nan before the first step.
 
-        Reading it waits for the device; `param_groups[0]["estimated_lr"]` is the same number as a
-        tensor, at no cost. `cubegrad.estimated_lr` finds it inside a wrapper.
-        """
-        self._check_auto("estimated_lr()", "read param_groups[0]['lr']")
-        return lr_of(self.param_groups[0]["estimate"])
-
-    def share_estimate(self, process_group: Any = None) -> None:
-        """Make one estimate of lr="auto" with the same optimizer in the other processes.
-
-        For processes that hold different parameters as plain tensors, or parts of them: pipeline
-        stages, ZeRO-1, FSDP1. All call this before the first step, have as many groups with the
-        same options, and step together: each step sums a few numbers over the process group (None
-        is all processes).
-        """
-        self._check_auto("share_estimate()", "build it with lr='auto'")
-        self._auto.shared = Shared(process_group)
-
-    def _check_auto(self, what: str, remedy: str) -> None:
-        group = self.param_groups[0]
-        if not group["auto_lr"]:
-            raise RuntimeError(
-                f"{what} needs lr='auto', and this optimizer has lr={group['lr']}; {remedy}"
-            )
-
-
-class MADGRADW(BaseOptimizer):
+class MADGRADW(_Estimating):
     """The member of MADGRAD's family that takes AdamW's settings. It is ours, not the paper's.
 
     For k = 0, 1, …, with w the weight decay and c = 1 - momentum:
@@ -102,7 +106,8 @@ class MADGRADW(BaseOptimizer):
 
     Args:
         params: tensors, named tensors or groups, as any torch optimizer takes them.
-        lr: γ, AdamW's. A float or a tensor.
+        lr: γ, AdamW's. A float or a tensor; or "auto": it is estimated, as of `MADGRAD`. That keeps
+            x_0 too: 12 bytes of state per float32 parameter, or about 4 in codes.
         momentum: 1 - c, in [0, 1): AdamW's first beta. A plain 0 keeps ν alone: 4 instead of 8
             bytes of state per float32 parameter. AdamW's pair of betas will do as well.
         eps: ε, added to the square root.
@@ -124,7 +129,7 @@ class MADGRADW(BaseOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | str = 1e-3,
         momentum: float | Tensor | tuple[float, float] = 0.9,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -137,8 +142,11 @@ class MADGRADW(BaseOptimizer):
     ) -> None:
         if amsgrad:
             options.refuse_unknown(type(self).__name__, ["amsgrad"])
+        is_auto = isinstance(lr, str) and lr == "auto"
+        if is_auto:
+            self._rule = rule.MADGRADW_AUTO
         if options.flag("schedule_free", schedule_free):
-            self._rule = rule.SCHEDULE_FREE
+            self._rule = rule.SCHEDULE_FREE_AUTO if is_auto else rule.SCHEDULE_FREE
             self._own_defaults = {"warmup_steps": warmup_steps, "train_mode": True}
         elif warmup_steps:
             raise ValueError(

@@ -99,7 +99,7 @@ class BaseOptimizer(Optimizer):
         defaults |= options.flags(defaults)
         self._repeats = Repeats()
         self._starts = Starts()
-        self._auto = Auto()
+        self._auto = Auto(self._rule)
         self._settled: set[Tensor] = set()  # of these x is z, for sparse gradients
         super().__init__(params, defaults)
 
@@ -149,7 +149,7 @@ class BaseOptimizer(Optimizer):
         self._rule = _rule_of(self.param_groups) or self._rule
         self._repeats = Repeats()
         self._starts = Starts.of_loaded(self._rule, self.state)
-        self._auto = getattr(self, "_auto", None) or Auto()  # a copy has none yet
+        self._auto = getattr(self, "_auto", None) or Auto(self._rule)  # a copy has none yet
         self._auto.reset()
         self._settled = set()
         for group in self.param_groups:

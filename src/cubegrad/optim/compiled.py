@@ -80,11 +80,13 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
         _step_group(optimizer, group, h._replace(sums=h.sums[None]))
         for group, h in zip(groups, hypers, strict=True)
     ]
+    if optimizer._rule.averages:
+        mean.end(groups, hypers)
     optimizer._auto.end_traced(groups, hypers, idle)
 
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
-    """Returns step count, s and ν of parameters with a state and no gradient now, in turns."""
+    """Returns step count, s (or x_0 - z) and ν of parameters with a state and no gradient now, in turns."""
     forms = layout.full_forms(optimizer._rule, group)
     idle: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for form in forms for _ in (*SHARED, *form.buffers)]
@@ -143,7 +145,7 @@ def fill_columns(
             state = optimizer.state.get(param, {})
             idle_now = param.grad is None and "step" in state
             if idle_now and layout.held(optimizer._rule, state) is not None:
-                for sums in conversion.sums(param, state, group["eps"]):
+                for sums in conversion.sums(optimizer._rule, param, state, group["eps"]):
                     idle += (state["step"], *sums)
 
 

@@ -6,6 +6,7 @@ alone is undone within a few dozen steps.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -72,13 +73,14 @@ def _follow(
         if held is None or before is None:
             continue
         entries, eps, now = optimizer.state[param], group["last_eps"], follow.value(param)
+        size = partial(follow.agreement, held.rule)
         held.take_bytes(param, entries)
         if is_estimated:
-            agreements = [follow.agreement(before.to(now.device), entries, eps)] * 2
+            agreements = [size(before.to(now.device), entries, eps)] * 2
         if param in moved:
             follow.follow(param, before, held, entries, eps, keeps_momentum)
             if is_estimated:
-                agreements[1] = follow.agreement(now, entries, eps)
+                agreements[1] = size(now, entries, eps)
         if is_estimated:
             total += torch.stack(agreements).to(total)
     if is_estimated:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cubegrad import codec, rule, sharding
+from cubegrad import codec, sharding
+from cubegrad import rule as rules
 from cubegrad.codec import Codes
 from cubegrad.functions import CodedFunctions
-from cubegrad.rule import MADGRAD
+from cubegrad.rule import Rule
 from cubegrad.state import blocks, layout
 from cubegrad.state.layout import CodedLayout, Layout
 
@@ -42,18 +43,29 @@ def convert(param: Tensor, entries: Entries, to: Layout, eps: float) -> None:
     entries.update(new)
 
 
-def sums(param: Tensor, entries: Mapping[str, Any], eps: float) -> Iterator[tuple[Tensor, ...]]:
-    """s and ν of MADGRAD in any form, of the shard that this process holds, as real numbers.
+def sums(
+    rule: Rule, param: Tensor, entries: Mapping[str, Any], eps: float
+) -> Iterator[tuple[Tensor, ...]]:
+    """What `distance.idle_sums` asks for: s, or x_0 - z, and ν.
 
-    Codes are decoded piece by piece.
+    As real numbers, of the shard that this process holds. Codes are decoded piece by piece.
     """
-    held, names = layout.held(MADGRAD, entries), layout.SUMS
+    held = layout.held(rule, entries)
+    assert held is not None
     if not isinstance(held, CodedLayout):
-        yield tuple(_real(entries, names))
+        state = dict(zip(held.buffers, _real(entries, held.buffers), strict=True))
+        yield _pushed(held, _value(param), state), state["grad_sq_sum"]
         return
     for x, *buffers in blocks.row_pieces(_value(param), *_real(entries, held.buffers)):
         decoded = _sums_of_codes(held, x, buffers, eps)
-        yield tuple(blocks.joined(decoded[name], x.shape) for name in names)
+        state = {name: blocks.joined(own, x.shape) for name, own in decoded.items()}
+        yield _pushed(held, x, state), state["grad_sq_sum"]
+
+
+def _pushed(held: Layout, x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    if held.rule.pulls:
+        return state["grad_sum"]
+    return state["initial_param"] - x - state["dual_offset"]
 
 
 def _value(param: Tensor) -> Tensor:
@@ -74,14 +86,16 @@ def _encoded(param: Tensor, entries: Entries, held: Layout, to: CodedLayout, eps
         x, *state = (tensor.to(torch.float32) for tensor in (x, *tensors[:count]))
         sums = dict(zip(held.buffers, state, strict=True))
         if to.rule.pulls:
-            away = rule.displacement(CodedFunctions, to.rule, eps, sums)
+            away = rules.displacement(CodedFunctions, to.rule, eps, sums)
             initial = sums.get("initial_param", x + away)
             away_from_x = initial - away - x
             _store_initial(own, initial)
         else:
             away_from_x = sums.get("dual_offset", sums.get("z", x) - x)
+            if to.rule.anchored:
+                _store_initial(own, sums["initial_param"])
         old_codes = blocks.codes_in_blocks(own)
-        root = rule.root(CodedFunctions, to.rule, sums["grad_sq_sum"])
+        root = rules.root(CodedFunctions, to.rule, sums["grad_sq_sum"])
         offset: tuple[Any, Any] = (None, None)
         if own.offset is not None:
             numbers = blocks.split(away_from_x)
@@ -122,11 +136,14 @@ def _sums_of_codes(
     values = codec.decode(CodedFunctions, blocks.codes_in_blocks(held.codes(buffers)))
     x = blocks.split(param.to(torch.float32))
     z = x if values.offset is None else x + values.offset
-    grad_sq_sum = rule.power(held.rule, values.root)
+    grad_sq_sum = rules.power(held.rule, values.root)
     if not held.rule.pulls:
         offset = torch.zeros_like(x) if values.offset is None else values.offset
         point = offset if held.rule.relative else z
-        return {"grad_sq_sum": grad_sq_sum, held.rule.point: point}
+        state = {"grad_sq_sum": grad_sq_sum, held.rule.point: point}
+        if values.initial is not None:
+            state["initial_param"] = torch.where(values.root == 0, z, values.initial)
+        return state
     assert values.initial is not None
     initial = torch.where(values.root == 0, z, values.initial)
     grad_sum = (initial - z) * (values.root + eps)  # s = (x_0 - z) (∛ν + ε)

@@ -5,7 +5,8 @@ lengthen d: a weight that is clipped at every step would be pulled ever harder. 
 that goes back towards x_0 shortens d, and with it s = d (∛ν + ε). The rest moves x_0. ν and the
 step count stay.
 
-Without a pull z is kept, and moves. Where z - x is kept, as in codes, only x_0 may have to move.
+Without a pull z is kept, and moves. Where z - x is kept, as in codes, only x_0 may have to move. An
+x_0 that pulls nothing moves likewise: lr="auto" must not take an edit for the way of gradients.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,7 +71,7 @@ def value(param: Tensor) -> Tensor:
 
 def is_concerned(held: Layout) -> bool:
     """Whether the state has anything that an edit changes."""
-    return held.rule.pulls or held.keeps_point or "offset_code" in held.buffers
+    return held.rule.keeps_start or held.keeps_point or "offset_code" in held.buffers
 
 
 def moved_params(old: Mapping[Tensor, Tensor], keeps_momentum: bool) -> set[Tensor]:
@@ -95,14 +96,17 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def agreement(x: Tensor, entries: dict[str, Any], eps: float) -> Tensor:
-    """⟨s, x_0 - z⟩ of a parameter of MADGRAD whose value is x."""
+def agreement(used: Rule, x: Tensor, entries: dict[str, Any], eps: float) -> Tensor:
+    """⟨s, x_0 - z⟩ of a parameter whose value is x, with d (√ν + ε) for s if that is not kept."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for whole in conversion.sums(x, entries, eps):
-        for grad_sum, grad_sq_sum in _pieces(*whole):
-            sums = {"grad_sum": grad_sum, "grad_sq_sum": grad_sq_sum}
-            away = rule.displacement(TorchFunctions, rule.MADGRAD, eps, sums)
-            total += TorchFunctions.total((grad_sum * away).nan_to_num(0.0, 0.0, 0.0)).to(total)
+    for whole in conversion.sums(used, x, entries, eps):
+        for pushed, grad_sq_sum in _pieces(*whole):
+            if used.pulls:
+                sums = {"grad_sum": pushed, "grad_sq_sum": grad_sq_sum}
+                product = pushed * rule.displacement(TorchFunctions, used, eps, sums)
+            else:
+                product = pushed**2 * (rule.root(TorchFunctions, used, grad_sq_sum) + eps)
+            total += TorchFunctions.total(product.nan_to_num(0.0, 0.0, 0.0)).to(total)
     return total
 
 
@@ -125,6 +129,10 @@ def follow(
         if held.rule.pulls:
             _follow_in_sums(edit, held.rule, state, eps)
         elif held.rule.relative:
+            if held.rule.anchored:
+                start = state["initial_param"]
+                away = start - edit.old - state["dual_offset"]  # d
+                start.copy_(edit.start(start, edit.back(away) if momentum else 0.0))
             if not momentum:
                 state["dual_offset"].masked_fill_(edit.moved, 0.0)
         else:

@@ -93,6 +93,8 @@ class Layout(NamedTuple):
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """The coordinates at which no step has had a weight, as far as the state shows."""
+        if self.rule.anchored:  # z is x where it has not moved
+            return sharding.local(entries["dual_offset"]) == 0
         if not self.rule.pulls:  # z is the start itself, and moves
             return torch.ones((), dtype=torch.bool, device=sharding.local(entries["z"]).device)
         shards = [sharding.local(entries[name]) == 0 for name in ("grad_sum", "grad_sq_sum")]
@@ -166,6 +168,8 @@ class CodedLayout(Layout):
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """For all coordinates together, since their scales cannot be changed one by one."""
+        if self.rule.anchored and "offset_code" in entries:  # roots grow at lr 0 too
+            return (sharding.local(entries["offset_code"]) >> 1 == 0).all()
         return (sharding.local(entries["root_code"]) == 0).all()
 
     def whole_shape(self, name: str, param: Tensor) -> torch.Size:
@@ -184,14 +188,16 @@ CODED_NAMES = frozenset((*OFFSET, *ROOT, *INITIAL))
 
 
 def _layouts(rule: Rule) -> tuple[Layout, ...]:
+    if rule.anchored:  # without momentum too: z - x would be a third of it
+        return (Layout(rule, ("grad_sq_sum", rule.point, "initial_param"), "initial_param"),)
     sums = SUMS if rule.pulls else ("grad_sq_sum",)
     start = None if rule.relative else rule.point
     return Layout(rule, (*sums, rule.point), start), Layout(rule, sums, None)
 
 
 def _coded_layouts(rule: Rule) -> tuple[CodedLayout, ...]:
-    rest = (*ROOT, *INITIAL) if rule.pulls else ROOT
-    start = "initial_code" if rule.pulls else None
+    rest = (*ROOT, *INITIAL) if rule.keeps_start else ROOT
+    start = "initial_code" if rule.keeps_start else None
     with_offset = CodedLayout(rule, (*OFFSET, *rest), start, "codes")
     return with_offset, with_offset._replace(buffers=rest)
 

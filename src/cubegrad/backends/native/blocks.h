@@ -82,7 +82,7 @@ TARGET INLINE struct NAME(source) NAME(source_of)(struct rule rule, int plain,
     struct NAME(source) from = {.root = row->root + run->at};
     if (plain || row->offset)
         from.offset = row->offset + run->at;
-    if (rule.pulls && row->initial)
+    if (keeps_start(rule) && row->initial)
         from.initial = (const short_at *)row->initial + run->at;
     if (rest) {
         memset(b->root_copy + n, 0, rest);
@@ -111,7 +111,7 @@ TARGET INLINE void NAME(read_block)(struct rule rule, enum kind kind, int plain,
     from->random = NAME(mixed)(run->seed + (uint32_t)at.at);
     from->param = NAME(read)(row, row->param, kind, at, b->raw, b->x_copy);
     from->grad = NAME(read)(row, (char *)run->grads, run->job->grad, at, b->raw, b->g_copy);
-    if (rule.pulls && row->initial) {
+    if (keeps_start(rule) && row->initial) {
         scale = ((float_at *)row->initial_scale)[at.q];
         from->initial_scale = NAME(all)(scale);
         if (kind != SINGLE) {
@@ -155,8 +155,8 @@ TARGET INLINE struct NAME(target) NAME(target_of)(struct rule rule, enum kind ki
         to.inverse = NAME(all)(1 / scale < (float)INFINITY ? -1 / scale : -0.0f);
         to.part = NAME(all)(kind == SINGLE ? -(scale * h.share) : 0);
     }
-    if (rule.pulls && row->initial && h.shrink != 1)
-        ((float_at *)row->initial_scale)[at.q] *= h.shrink;
+    if (keeps_start(rule) && row->initial && h.initial_shrink != 1)
+        ((float_at *)row->initial_scale)[at.q] *= h.initial_shrink;
     return to;
 }
 
@@ -254,7 +254,7 @@ TARGET INLINE void NAME(step_run)(struct rule rule, enum kind kind, int plain,
         if (lanes && (turn + 1 == run->count || turn % (FOLD / BLOCK) == FOLD / BLOCK - 1))
             NAME(fold)(lanes, run->sums);
         from.root += at.n, from.offset += plain || from.offset ? at.n : 0;
-        from.initial += rule.pulls && from.initial ? at.n : 0;
+        from.initial += keeps_start(rule) && from.initial ? at.n : 0;
         last = at;
         at.q++, at.at += at.n, at.from += at.n;
         struct NAME(block) *swapped = b;
@@ -264,16 +264,20 @@ TARGET INLINE void NAME(step_run)(struct rule rule, enum kind kind, int plain,
 
 typedef void NAME(run_function)(const struct NAME(run) *);
 
+/* An anchored rule has sums to compute as well, so that a plain step would gain it little. */
+#define PLAIN(rule, plain) ((plain) && !(rule).anchored)
 #define FOR_CASE(name, kind, plain, ...)                                                           \
     TARGET NOINLINE static struct NAME(extremes) NAME(name##_exact)(                               \
         const struct NAME(run) *run, struct NAME(source) from, struct NAME(block) *b,              \
         int64_t wide)                                                                              \
     {                                                                                              \
-        return NAME(exact_step)((struct rule){__VA_ARGS__}, kind, plain, run, from, b, wide);      \
+        const struct rule rule = {__VA_ARGS__};                                                    \
+        return NAME(exact_step)(rule, kind, PLAIN(rule, plain), run, from, b, wide);               \
     }                                                                                              \
     TARGET static void NAME(name)(const struct NAME(run) *run)                                     \
     {                                                                                              \
-        NAME(step_run)((struct rule){__VA_ARGS__}, kind, plain, NAME(name##_exact), run);          \
+        const struct rule rule = {__VA_ARGS__};                                                    \
+        NAME(step_run)(rule, kind, PLAIN(rule, plain), NAME(name##_exact), run);                   \
     }
 #define FOR_KIND(name, kind, ...)                                                                  \
     FOR_CASE(name##_##kind, kind, 0, __VA_ARGS__)                                                  \
@@ -286,6 +290,7 @@ FOR_EACH_RULE(FOR_RULE)
 #undef FOR_RULE
 #undef FOR_KIND
 #undef FOR_CASE
+#undef PLAIN
 
 #define BOTH(name) {NAME(name), NAME(name##_plain)}
 #define OF_RULE(name, ...)                                                                         \
@@ -313,7 +318,7 @@ TARGET static void NAME(step_blocks)(const struct job *job, int64_t index, int64
         .grads = job->grads[index],
         .h = &h,
         .w = &w,
-        .lanes = sums && rule.pulls ? &lanes : NULL,
+        .lanes = sums && keeps_start(rule) ? &lanes : NULL,
         .sums = sums,
         .seed = (uint32_t)row->first + NAME(mixed)((uint32_t)(int32_t)*row->step),
     };

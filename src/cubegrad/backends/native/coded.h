@@ -26,7 +26,7 @@ struct NAME(place) {
    anew for every four that it stepped. */
 struct NAME(wide) {
     VEC weight, fade, newest, c, reach, kept, held_reach, held_kept, momentum, mean_share, own_decay;
-    VEC inverse_weight, weighted_eps, shrink, eps, decay, sign;
+    VEC inverse_weight, weighted_eps, shrink, initial_shrink, eps, decay, sign;
 };
 
 TARGET INLINE struct NAME(wide) NAME(wide_of)(struct NAME(constants) h)
@@ -46,6 +46,7 @@ TARGET INLINE struct NAME(wide) NAME(wide_of)(struct NAME(constants) h)
         .inverse_weight = NAME(all)(h.inverse_weight),
         .weighted_eps = NAME(all)(h.weighted_eps),
         .shrink = NAME(all)(h.shrink),
+        .initial_shrink = NAME(all)(h.initial_shrink),
         .eps = NAME(all)(h.eps),
         .decay = NAME(all)(h.decay),
         .sign = NAME(all)(h.sign),
@@ -124,18 +125,18 @@ TARGET INLINE VEC NAME(root_of)(struct rule rule, int exact, VEC v)
 
 /* To the sums of distance.py; `since` is x_0 - x_k, `u` x_0 - z_{k+1}. A coordinate whose ν is not finite
    counts for nothing, and decay only where it makes the first product smaller. */
-TARGET INLINE void NAME(add_vector)(int plain, struct NAME(constants) h, const struct NAME(wide) *w,
-                                    struct NAME(lanes) *lanes, int64_t i, VEC g, VEC p, VEC since,
-                                    VEC u, VEC root)
+TARGET INLINE void NAME(add_vector)(struct rule rule, int plain, struct NAME(constants) h,
+                                    const struct NAME(wide) *w, struct NAME(lanes) *lanes, int64_t i,
+                                    VEC g, VEC p, VEC since, VEC u, VEC root)
 {
     VEC loss = plain ? g : g * w->sign;
     VEC counted = NAME(choose)(NAME(is_positive)(p, -since), NAME(effective)(plain, h, w, g, p), loss);
-    VEC zero = {0}, s = (root + w->eps) * u;
+    VEC zero = {0}, length = (root + w->eps) * (rule.anchored ? NAME(size)(u) : u * u);
     MASK finite = NAME(below)(root, NAME(all)(INFINITY));
     float *agreement = &lanes->of[AGREEMENT][i % LANES], *product = &lanes->of[PRODUCT][i % LANES];
     float *roots = &lanes->of[ROOTS][i % LANES];
     NAME(put)(agreement, NAME(get)(agreement) + NAME(choose)(finite, counted * w->weight * since, zero));
-    NAME(put)(product, NAME(get)(product) + NAME(choose)(finite, s * u, zero));
+    NAME(put)(product, NAME(get)(product) + NAME(choose)(finite, length, zero));
     NAME(put)(roots, NAME(get)(roots) + NAME(choose)(finite, root, zero));
 }
 
@@ -185,7 +186,7 @@ TARGET INLINE void NAME(step_root)(struct rule rule, int plain, int exact, struc
         extremes->least = NAME(smaller)(extremes->least, (WORDS)v - 1);
     extremes->root = NAME(larger)(extremes->root, (WORDS)root);
     NAME(put)(b->root + i, root);
-    if (rule.pulls)
+    if (keeps_start(rule))
         NAME(put)(b->r + i, r);
 }
 
@@ -213,7 +214,7 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
         code = NAME(float_of)(NAME(wide_int8)(from.offset + i) >> 1);
     VEC weighted = NAME(fuse)(g, w->weight, zero); /* which makes 0 of -0 */
     VEC force = weighted, away = zero, since = zero, move;
-    if (rule.pulls) {
+    if (keeps_start(rule)) {
         VEC r = NAME(get)(b->r + i), fresh = code * from.shrunk_scale, apart;
         if (kind == SINGLE) {
             VEC integer = NAME(float_of)(NAME(wide_int16)(from.initial + i));
@@ -223,9 +224,12 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
         }
         MASK unmoved = NAME(equal)(r, zero);
         away = NAME(fuse)(apart, w->shrink, -fresh); /* d_k = x_0 - z_k */
+        if (rule.averages) /* where x_0 shrinks and y does not: (x_0 - y) s - y (1 - s) */
+            away = NAME(fuse)(apart, w->initial_shrink, NAME(fuse)(-p, w->own_decay, -fresh));
         away = NAME(choose)(unmoved, zero, away);
         since = NAME(choose)(unmoved, code * from.offset_scale, apart);
-        force = NAME(fuse)(r - root, away, weighted);
+        if (rule.pulls)
+            force = NAME(fuse)(r - root, away, weighted);
     }
     if (NAME(in_range)(rule, plain, h) && rule.root == 2) { /* both times 1 / λ_k */
         move = g / NAME(fuse)(root, w->inverse_weight, w->weighted_eps);
@@ -236,10 +240,10 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
         inverse = NAME(choose)(NAME(equal)(inverse, NAME(all)(INFINITY)), zero, inverse);
         move = NAME(fuse)(force, inverse, zero); /* z_k - z_{k+1} */
     }
-    if (rule.pulls && lanes)
-        NAME(add_vector)(plain, h, w, lanes, i, raw, p, since, away + move, root);
     if (rule.averages && h.own_decay != 0)
         move = NAME(fuse)(p, w->own_decay, move);
+    if ((keeps_start(rule)) && lanes)
+        NAME(add_vector)(rule, plain, h, w, lanes, i, raw, p, since, away + move, root);
     VEC way = rule.averages ? move * w->momentum : move;
     VEC ahead = NAME(fuse)(code, -from.shrunk_scale, way); /* x_k - z_{k+1} */
     int all_the_way = plain && kind == SINGLE && !rule.averages;

@@ -34,7 +34,7 @@ struct NAME(constants) {
     REAL reach, kept, held_reach, held_kept;
     REAL momentum, mean_share, own_decay; /* of schedule-free runs, the last one of z alone */
     REAL inverse_weight, weighted_eps; /* 1 / λ_k and ε / λ_k */
-    REAL shrink, eps, decay, sign;
+    REAL shrink, initial_shrink, eps, decay, sign; /* the second of x_0 */
     int normal_eps; /* it is at least twice the smallest normal number */
 };
 
@@ -166,10 +166,13 @@ TARGET INLINE void NAME(pull_without_start)(int plain, struct rule rule, struct 
     }
 }
 
-/* Mirror descent. Without momentum x is z, and `dual` is NULL. */
-TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct NAME(constants) h,
-                              int64_t n, NAME(at) *restrict param, const NAME(at) *restrict grad,
-                              const REAL *restrict root, NAME(at) *restrict dual)
+/* Mirror descent. Without momentum x is z, and `dual` is NULL. Only an anchored rule has an
+   `initial_param` and sums. */
+TARGET INLINE void NAME(move)(int plain, int has_dual, int asking, struct rule rule,
+                              struct NAME(constants) h, int64_t n, NAME(at) *restrict param,
+                              const NAME(at) *restrict grad, const REAL *restrict root,
+                              NAME(at) *restrict dual, NAME(at) *restrict initial_param,
+                              struct NAME(lanes) *restrict lanes)
 {
     int normal = (plain && rule.root == 2) || h.normal_eps; /* MirrorMADGRAD's is 0 by default */
 #pragma GCC unroll 1
@@ -177,6 +180,14 @@ TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct 
         REAL x = SHRUNK(param[i]);
         REAL g = EFFECTIVE(grad[i], param[i]);
         REAL move = NAME(displacement)(normal, g * h.weight, root[i], h.eps) + 0;
+        REAL weighted = 0, away = 0, start = 0;
+        if (rule.anchored) {
+            start = initial_param[i];
+            away = start - param[i]; /* x_0 - x_k */
+            weighted = COUNTED(grad[i], param[i], away) * h.weight;
+            start *= h.initial_shrink;
+            initial_param[i] = start;
+        }
         if (has_dual) {
             REAL point = SHRUNK(dual[i]), z = point - move;
             if (rule.averages) {
@@ -184,13 +195,18 @@ TARGET INLINE void NAME(move)(int plain, int has_dual, struct rule rule, struct 
                 REAL ahead = move * h.momentum - point; /* β (x_k - z_{k+1}) */
                 param[i] = x - move * h.c - ahead * h.mean_share;
                 dual[i] = ahead * (h.mean_share - 1);
-                continue;
+            } else {
+                REAL ahead = rule.relative ? move - point : x - z; /* x_k - z_{k+1} */
+                REAL c = rule.holds && NAME(is_held)(h, ahead, g) ? 0 : h.c;
+                REAL y = x - ahead * c;
+                dual[i] = rule.relative ? x - y - ahead : z;
+                param[i] = y;
             }
-            REAL ahead = rule.relative ? move - point : x - z; /* x_k - z_{k+1} */
-            REAL c = rule.holds && NAME(is_held)(h, ahead, g) ? 0 : h.c;
-            REAL y = x - ahead * c;
-            dual[i] = rule.relative ? x - y - ahead : z;
-            param[i] = y;
+            if (rule.anchored) {
+                REAL u = start - param[i] - dual[i];
+                NAME(add)(asking, lanes, i, weighted, away, root[i] + h.eps, u < 0 ? -u : u,
+                          root[i]); /* √ν |x_0 - z_{k+1}| */
+            }
         } else {
             param[i] = x - move;
         }
@@ -222,6 +238,7 @@ TARGET INLINE struct NAME(constants) NAME(constants_of)(const struct job *job, d
         .mean_share = (REAL)n->mean_share,
         .held_kept = (REAL)(n->momentum != 0),
         .shrink = rule.averages ? 1 : (REAL)n->shrink,
+        .initial_shrink = (REAL)n->shrink,
         .own_decay = (REAL)(1 - n->shrink),
         .eps = (REAL)n->eps,
         .normal_eps = (REAL)n->eps >= 2 * SMALLEST,

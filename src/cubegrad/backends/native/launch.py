@@ -73,7 +73,7 @@ class Launch:
 def _index(rule: Rule) -> int:
     """The rule's place among those that step.h has loops for."""
     squares = SQUARES.index(rule.squares)
-    shape = (rule.pulls, rule.holds, rule.relative, rule.averages)
+    shape = (rule.pulls, rule.holds, rule.relative, rule.averages, rule.anchored)
     fields = (rule.root, rule.growth_root or 0, squares, *shape)
     index: int = tensors.native.RULES.index(fields)
     return index

@@ -62,7 +62,7 @@ static PyObject *step(PyObject *self, PyObject *args)
                 state >= SINGLE && state <= CODES &&
                 (param == (state == CODES ? SINGLE : state) || param < SINGLE) &&
                 (!at_random || (param < SINGLE && state == SINGLE)) &&
-                level >= 0 && level <= (int)best_level() && (sums == 0 || RULES[rule].pulls);
+                level >= 0 && level <= (int)best_level() && (sums == 0 || RULES[rule].pulls || RULES[rule].anchored);
     if (sound) {
         struct job job = {rows.buf, rows.buf, starts.buf, grads.buf, count, .rule = rule,
                           .param = param, .grad = grad, .state = state, .at_random = at_random,
@@ -124,8 +124,9 @@ static PyObject *rules(void)
     for (Py_ssize_t i = 0; all != NULL && i < RULE_COUNT; i++) {
         const struct rule *rule = &RULES[i];
         PyObject *fields =
-            Py_BuildValue("(iiiiiii)", rule->root, rule->growth_root, (int)rule->squares,
-                          rule->pulls, rule->holds, rule->relative, rule->averages);
+            Py_BuildValue("(iiiiiiii)", rule->root, rule->growth_root, (int)rule->squares,
+                          rule->pulls, rule->holds, rule->relative, rule->averages,
+                          rule->anchored);
         if (fields == NULL || PyTuple_SetItem(all, i, fields) < 0)
             Py_CLEAR(all);
     }

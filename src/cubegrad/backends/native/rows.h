@@ -36,9 +36,10 @@ TARGET INLINE void NAME(from_roots)(int plain, int asking, struct rule rule, str
         NAME(pull)(plain, asking, 0, h, n, t.param + i, t.grad + i, t.a + i, root + i, t.c + i,
                    lanes);
     else if (t.b)
-        NAME(move)(plain, 1, rule, h, n, t.param + i, t.grad + i, root + i, t.b + i);
+        NAME(move)(plain, 1, asking, rule, h, n, t.param + i, t.grad + i, root + i, t.b + i,
+                   rule.anchored ? t.c + i : NULL, lanes);
     else
-        NAME(move)(plain, 0, rule, h, n, t.param + i, t.grad + i, root + i, NULL);
+        NAME(move)(plain, 0, 0, rule, h, n, t.param + i, t.grad + i, root + i, NULL, NULL, NULL);
 }
 
 TARGET INLINE void NAME(update)(int plain, int asking, struct rule rule, struct NAME(constants) h,
@@ -193,11 +194,12 @@ TARGET static void NAME(step_row)(const struct job *job, int64_t index, int64_t 
 #define UPDATE(name, ...)                                                                          \
     if (job->rule == name) {                                                                       \
         const struct rule rule = {__VA_ARGS__};                                                    \
-        if (plain && sums && rule.pulls)                                                           \
+        int adds = (sums && rule.pulls) || rule.anchored;                                          \
+        if (plain && adds)                                                                         \
             NAME(step_chunk)(1, rule, h, n, t, &lanes);                                          \
         else if (plain)                                                                            \
             NAME(step_chunk)(1, rule, h, n, t, NULL);                                            \
-        else if (sums && rule.pulls)                                                               \
+        else if (adds)                                                                             \
             NAME(step_chunk)(0, rule, h, n, t, &lanes);                                          \
         else                                                                                       \
             NAME(step_chunk)(0, rule, h, n, t, NULL);                                            \

@@ -50,6 +50,9 @@ static const int64_t WIDTH[] = {[HALF] = 2, [BFLOAT16] = 2, [SINGLE] = 4, [DOUBL
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
 
+/* Whether the state can say what x_0 was. */
+INLINE int keeps_start(struct rule rule) { return rule.pulls || rule.anchored; }
+
 #include "half.h"
 
 /* The sums of a piece. */

@@ -14,13 +14,15 @@ enum squares { WEIGHTED, FADING, AVERAGED };
 struct rule {
     int root, growth_root; /* of λ_k; 0: it is γ_k */
     enum squares squares;
-    int pulls, holds, relative, averages;
+    int pulls, holds, relative, averages, anchored;
 };
 #define FOR_EACH_RULE(RULE)                                                                        \
-    RULE(MADGRAD, 3, 2, WEIGHTED, 1, 0, 0, 0)                                                      \
-    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0, 0, 0, 0)                                                 \
-    RULE(MADGRADW, 2, 0, AVERAGED, 0, 1, 1, 0)                                                     \
-    RULE(SCHEDULE_FREE, 2, 0, AVERAGED, 0, 0, 1, 1)
+    RULE(MADGRAD, 3, 2, WEIGHTED, 1, 0, 0, 0, 0)                                                   \
+    RULE(MIRROR_MADGRAD, 3, 3, FADING, 0, 0, 0, 0, 0)                                              \
+    RULE(MADGRADW, 2, 0, AVERAGED, 0, 1, 1, 0, 0)                                                  \
+    RULE(SCHEDULE_FREE, 2, 0, AVERAGED, 0, 0, 1, 1, 0)                                             \
+    RULE(MADGRADW_AUTO, 2, 0, AVERAGED, 0, 1, 1, 0, 1)                                             \
+    RULE(SCHEDULE_FREE_AUTO, 2, 0, AVERAGED, 0, 0, 1, 1, 1)
 #define INDEX(name, ...) name,
 enum rule_index { FOR_EACH_RULE(INDEX) RULE_COUNT };
 #undef INDEX
@@ -28,13 +30,14 @@ enum rule_index { FOR_EACH_RULE(INDEX) RULE_COUNT };
 static const struct rule RULES[] = {FOR_EACH_RULE(RECORD)};
 #undef RECORD
 
-/* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν: the sums of distance.step_sums. */
+/* λ⟨g, x_0 - x⟩, ⟨s, x_0 - z⟩ and Σ∛ν, or of an anchored rule Σ√ν|x_0 - z| and Σ√ν: the sums of
+   distance.step_sums. */
 enum sum { AGREEMENT, PRODUCT, ROOTS, SUMS };
 enum level { BASELINE, AVX2, AVX512, LEVELS };
 
 /* The addresses of a tensor and its state, and its number of elements, as fused.addresses lists them.
    With a pull a is s, b is nu, c is x_0 or NULL; else a is nu, b is z,
-   z - x or NULL, c is NULL. */
+   z - x or NULL, c is NULL, or x_0 of an anchored rule. */
 struct row {
     void *param, *a, *b, *c;
     float *step;
@@ -71,7 +74,7 @@ struct job {
     enum kind param, grad, state;
     int at_random; /* a parameter of half precision is; one with CODES always */
     enum level level;
-    double *sums; /* NULL, or three numbers to which those of distance.step_sums are added; with a pull only */
+    double *sums; /* NULL, or three numbers to which those of distance.step_sums are added, if x_0 is known */
 };
 
 typedef void range_function(int64_t begin, int64_t end, void *job);

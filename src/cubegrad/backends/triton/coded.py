@@ -75,9 +75,9 @@ def _update(
     weight, fade, newest, momentum, mean_share, shrink, eps, decay, sign,
     agreement, product, roots,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
-    FORM: tl.constexpr, SUMS: tl.constexpr,
+    AVERAGES: tl.constexpr, ANCHORED: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
+    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One block of `width` coordinates, the first at this column of its row of the parameter.
 
@@ -106,7 +106,7 @@ def _update(
         m_scale, m_scale_at = _scale(m_scale_at)
     else:
         m_code = 0
-    if PULLS:
+    if PULLS or ANCHORED:
         x0, x0_at = _load(x0_at, code, mask, tl.int16 if P == tl.float32 else P, FORM)
         x0_scale, x0_scale_at = _scale(x0_scale_at)
     random = mixed(index.to(tl.uint32)) + code.to(tl.uint32) * WEYL
@@ -133,18 +133,21 @@ def _update(
         v = add_square(power(root, ROOT), weight, g, fade, newest, SQUARES)
         new_root = root_of_any(v, ROOT, NO_EPS)
     force = weighted
-    if PULLS:
+    if PULLS or ANCHORED:
         x0 = integer(x0) if P == tl.float32 else x0.to(tl.float32)
         away = x0 * (x0_scale * shrink) - x
         if HAS_OFFSET:
             away = away - decayed_m
         away = tl.where(r_code == 0, 0.0, away)  # d_k = x_0 - z_k
-        force = tl.fma(-away, new_root - root, weighted)
+        if PULLS:
+            force = tl.fma(-away, new_root - root, weighted)
         if SHRINKS:
             if shrink != 1:
                 tl.store(x0_scale_at, x0_scale * shrink)
     # z_k - z_{k+1} = (λ_k g_k - d_k (r_{k+1} - r_k)) / (r_{k+1} + ε)
     move = force * inverse(new_root + eps, NO_EPS) + 0.0
+    if AVERAGES and SHRINKS:  # z alone decays, in proportion to y
+        move += p * (1 - shrink)
     if SUMS:
         finite = new_root < float("inf")
         start = m * m_scale if HAS_OFFSET else 0.0
@@ -153,7 +156,8 @@ def _update(
         if not PLAIN:  # decay counts only where it makes the product smaller
             loss_g = tl.where(p * start < 0, g, loss_g)
         agreement = _add(agreement, loss_g * weight * start, finite)  # λ_k g_k (x_0 - x_k)
-        product = _add(product, (new_root + eps) * new_away * new_away, finite)
+        length = tl.abs(new_away) if ANCHORED else new_away * new_away
+        product = _add(product, (new_root + eps) * length, finite)
         roots = _add(roots, new_root, finite)
     least_scale = r_scale if SQUARES == "weighted" else 0 * r_scale
     r_code, r_scale = encode_root(new_root, random, least_scale, LOW_BIT)
@@ -161,8 +165,6 @@ def _update(
     tl.store(r_scale_at, r_scale)
     ones = tl.zeros_like(move) + 1
     if AVERAGES:
-        if SHRINKS:  # z alone decays, in proportion to y
-            move += p * (1 - shrink)
         x = tl.fma(move, ones * (momentum - 1), x)
         ahead = move * momentum - decayed_m  # β (x_k - z_{k+1})
         reach, kept = mean_share, 1 - mean_share
@@ -203,9 +205,9 @@ def _step_blocks(
     todo, column, length, spacing, index,
     weight, fade, newest, momentum, mean_share, shrink, eps, decay, sign,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
-    FORM: tl.constexpr, SUMS: tl.constexpr,
+    AVERAGES: tl.constexpr, ANCHORED: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
+    NO_EPS: tl.constexpr, FORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """As many blocks as there are to do; the addresses are those of the first."""
     zeros = tl.zeros((LANES,), tl.float32)
@@ -216,8 +218,8 @@ def _step_blocks(
             p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
             width, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
             shrink, eps, decay, sign, agreement, product, roots,
-            ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
-            NO_EPS, FORM, SUMS,
+            ROOT, SQUARES, PULLS, HOLDS, AVERAGES, ANCHORED, HAS_OFFSET, P, G, LOW_BIT, PLAIN,
+            SHRINKS, NO_EPS, FORM, SUMS,
         )  # fmt: skip
         if FORM != "whole":
             column += width
@@ -242,9 +244,9 @@ def step_coded_units(
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
     HOLDS: tl.constexpr,
     RELATIVE: tl.constexpr,  # noqa: ARG001  of codes, the offset always is
-    AVERAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr, SHRINKS: tl.constexpr,
-    NO_EPS: tl.constexpr,
+    AVERAGES: tl.constexpr, ANCHORED: tl.constexpr, HAS_OFFSET: tl.constexpr, P: tl.constexpr,
+    G: tl.constexpr, ALL_WHOLE: tl.constexpr, LOW_BIT: tl.constexpr, PLAIN: tl.constexpr,
+    SHRINKS: tl.constexpr, NO_EPS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `span` blocks; else as `step_units`.
 
@@ -287,32 +289,32 @@ def step_coded_units(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
                 shrink, eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
-                NO_EPS, "whole", sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, ANCHORED, HAS_OFFSET, P, G, LOW_BIT, PLAIN,
+                SHRINKS, NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even & (length % BLOCK == 0):
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
                 shrink, eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
-                NO_EPS, "whole", sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, ANCHORED, HAS_OFFSET, P, G, LOW_BIT, PLAIN,
+                SHRINKS, NO_EPS, "whole", sums is not None,
             )  # fmt: skip
         elif even:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
                 shrink, eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
-                NO_EPS, "even", sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, ANCHORED, HAS_OFFSET, P, G, LOW_BIT, PLAIN,
+                SHRINKS, NO_EPS, "even", sums is not None,
             )  # fmt: skip
         else:
             agreement, product, roots = _step_blocks(
                 p_at, g_at, m_at, m_scale_at, r_at, r_scale_at, x0_at, x0_scale_at,
                 todo, column, length, spacing, index, weight, fade, newest, momentum, mean_share,
                 shrink, eps, decay, sign,
-                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, HAS_OFFSET, P, G, LOW_BIT, PLAIN, SHRINKS,
-                NO_EPS, "any", sums is not None,
+                ROOT, SQUARES, PULLS, HOLDS, AVERAGES, ANCHORED, HAS_OFFSET, P, G, LOW_BIT, PLAIN,
+                SHRINKS, NO_EPS, "any", sums is not None,
             )  # fmt: skip
         if sums is not None:
             store_sums(sums, agreement, product, roots)

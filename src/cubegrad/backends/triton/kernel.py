@@ -163,25 +163,29 @@ def _update_pulled(
 
 @triton.jit
 def _update_moved(
-    p_at, g_at, v_at, z_at, left, weight, fade, newest, momentum, mean_share, shrink, eps, decay,
-    sign, place, first, length, spacing, ROOT: tl.constexpr, SQUARES: tl.constexpr,
-    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr,
+    p_at, g_at, v_at, z_at, x0_at, left, weight, fade, newest, momentum, mean_share, shrink, eps,
+    decay, sign, agreement, product, roots, place, first, length, spacing,
+    ROOT: tl.constexpr, SQUARES: tl.constexpr, HOLDS: tl.constexpr, RELATIVE: tl.constexpr,
+    AVERAGES: tl.constexpr, ANCHORED: tl.constexpr, HAS_POINT: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One block of a rule without a pull; HAS_POINT: z is kept, if RELATIVE as z - x.
 
-    AVERAGES: x is y, and takes in z_{k+1} with `mean_share`.
+    AVERAGES: x is y, and takes in z_{k+1} with `mean_share`. ANCHORED: x_0 is kept. Returns the
+    three sums with this block added, if SUMS.
     """
     offsets = tl.arange(0, BLOCK)
     mask = None if WHOLE else offsets < left
     p, p_at = _load(p_at, offsets, mask, P, WHOLE)
     g, g_at = _load(g_at, offsets, mask, G, WHOLE)
-    p = p.to(S)
-    g = g.to(S) * sign + p * decay
+    p, loss_g = p.to(S), g.to(S) * sign
+    g = loss_g + p * decay
     old_v, v_at = _load(v_at, offsets, mask, S, WHOLE)
     x = p if AVERAGES else p * shrink
     v = add_square(old_v, weight, g, fade, newest, SQUARES)
-    move = _over(g * weight, root_of(v, ROOT), eps) + 0.0
+    root = root_of(v, ROOT)
+    move = _over(g * weight, root, eps) + 0.0
     if AVERAGES:  # z alone decays, in proportion to y
         move += tl.where(shrink != 1, p * (1 - shrink), 0.0)
     tl.store(v_at, v, mask)
@@ -209,7 +213,22 @@ def _update_moved(
         new = rounded_at(new, place, first, length, spacing, P, BLOCK)
     tl.store(p_at, new.to(P), mask)
     if HAS_POINT and RELATIVE:
-        tl.store(z_at, x - new.to(P).to(S) - ahead, mask)
+        offset = x - new.to(P).to(S) - ahead
+        tl.store(z_at, offset, mask)
+    if ANCHORED:
+        x0, x0_at = _load(x0_at, offsets, mask, S, WHOLE)
+        away, x0 = x0 - p, x0 * shrink
+        if shrink != 1:
+            tl.store(x0_at, x0, mask)
+        if SUMS:
+            new_away = x0 - new.to(P).to(S) - offset  # x_0 - z_{k+1}
+            finite = root < float("inf") if WHOLE else mask & (root < float("inf"))
+            if DECAYS:
+                loss_g = tl.where(p * away < 0, g, loss_g)
+            agreement += _pieces(loss_g * weight * away, finite, BLOCK)  # γ_k g_k (x_0 - x_k)
+            product += _pieces((root + eps) * tl.abs(new_away), finite, BLOCK)
+            roots += _pieces(root, finite, BLOCK)
+    return agreement, product, roots
 
 
 @triton.jit
@@ -217,9 +236,9 @@ def _update(
     p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, mean_share, shrink, eps,
     decay, sign, agreement, product, roots, place, first, length, spacing,
     ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr, HOLDS: tl.constexpr,
-    RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr, P: tl.constexpr,
-    G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
-    DECAYS: tl.constexpr,
+    RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, ANCHORED: tl.constexpr,
+    HAS_POINT: tl.constexpr, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One block; `weight`, `fade` and `newest` are what `factors` gives."""
     if PULLS:
@@ -229,10 +248,11 @@ def _update(
             ROOT, SQUARES, HAS_POINT, P, G, S, BLOCK, WHOLE, SUMS, DECAYS,
         )  # fmt: skip
     else:
-        _update_moved(
-            p_at, g_at, a_at, b_at, left, weight, fade, newest, momentum, mean_share, shrink, eps,
-            decay, sign, place, first, length, spacing,
-            ROOT, SQUARES, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK, WHOLE,
+        agreement, product, roots = _update_moved(
+            p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum, mean_share, shrink,
+            eps, decay, sign, agreement, product, roots, place, first, length, spacing,
+            ROOT, SQUARES, HOLDS, RELATIVE, AVERAGES, ANCHORED, HAS_POINT, P, G, S, BLOCK, WHOLE,
+            SUMS, DECAYS,
         )  # fmt: skip
     return agreement, product, roots
 
@@ -291,13 +311,13 @@ def step_units(
     lr: "i64", momentum: "i64", shrink: "i64", mean_share: "i64", eps: "i64", decay: "i64",
     sign: "i64", lr_at, momentum_at, shrink_at, mean_share_at, found_inf, grad_scale, sums,
     ROOT: tl.constexpr, GROWTH_ROOT: tl.constexpr, SQUARES: tl.constexpr, PULLS: tl.constexpr,
-    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, HAS_POINT: tl.constexpr,
-    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    HOLDS: tl.constexpr, RELATIVE: tl.constexpr, AVERAGES: tl.constexpr, ANCHORED: tl.constexpr,
+    HAS_POINT: tl.constexpr, P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
     AT_RANDOM: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One unit of `length` elements; the last program to finish increments the step counts.
 
-    ROOT, GROWTH_ROOT, SQUARES, PULLS, HOLDS, RELATIVE and AVERAGES are the fields of the rule.
+    ROOT, GROWTH_ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES and ANCHORED are the rule's fields.
 
     `lr_at` and those that follow it point to these numbers if they are on the device.
     `sums` has three rows with one number for each unit. AT_RANDOM: parameters, of half precision,
@@ -326,16 +346,16 @@ def step_units(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum,
                     mean_share, shrink, eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK,
-                    True, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, ANCHORED, HAS_POINT, P, G, S,
+                    BLOCK, True, sums is not None, DECAYS,
                 )  # fmt: skip
             else:
                 agreement, product, roots = _update(
                     p_at, g_at, a_at, b_at, c_at, left, weight, fade, newest, momentum,
                     mean_share, shrink, eps, decay, sign, agreement, product, roots,
                     place, first, row_length, spacing,
-                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, HAS_POINT, P, G, S, BLOCK,
-                    False, sums is not None, DECAYS,
+                    ROOT, SQUARES, PULLS, HOLDS, RELATIVE, AVERAGES, ANCHORED, HAS_POINT, P, G, S,
+                    BLOCK, False, sums is not None, DECAYS,
                 )  # fmt: skip
             left -= BLOCK
             if AT_RANDOM:

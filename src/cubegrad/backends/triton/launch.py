@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
 def fields(rule: Rule) -> tuple[Any, ...]:
     """What the kernels take of a rule, as constants."""
-    shape = (rule.pulls, rule.holds, rule.relative, rule.averages)
+    shape = (rule.pulls, rule.holds, rule.relative, rule.averages, rule.anchored)
     return rule.root, rule.growth_root or 0, rule.squares, *shape
 
 

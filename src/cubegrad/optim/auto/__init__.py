@@ -18,6 +18,7 @@ from cubegrad.optim.auto import checks, first
 from cubegrad.optim.auto.estimate import Estimate, coordinates, empty, hold, lr_of, weighed
 from cubegrad.optim.auto.shared import Shared
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 from cubegrad.state import conversion, layout
 
 __all__ = ["Auto", "Shared", "empty", "hold", "lr_of"]
@@ -29,7 +30,8 @@ State = Mapping[Tensor, Any]  # an optimizer's
 class Auto:
     """The estimate of one optimizer. Its numbers are in the groups, where checkpoints find them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
         self.shared: Shared | None = None  # the processes that make one estimate
         self._forget()
 
@@ -113,10 +115,12 @@ class Auto:
         rows = None if device is None else first.held_rows(groups, device)
         if rows is None and device is not None:
             hypers = [hyper(group, 0.0) for group in groups]
-            rows = first.rows(groups, state, hypers, device, self.shared, self.waiting)
+            rows = first.rows(
+                self.rule, groups, state, hypers, device, self.shared, self.waiting
+            )
             self.watch = self.watch if rows is None else checks.FactorWatch()
         self.waiting.count(rows is None)
-        return None if rows is None else Estimate(groups, rows.to(device))
+        return None if rows is None else Estimate(self.rule, groups, rows.to(device))
 
     @torch.no_grad()
     def end(
@@ -140,8 +144,8 @@ class Auto:
                 silent = [param for param in params if param.grad is None]
                 estimate.look_up(index, group, silent, state)
             for param in estimate.idle[index]:
-                for sums in conversion.sums(param, state[param], h.eps):
-                    _add_idle(h, h.sums[sharding.sharded_over(param)], *sums)
+                for sums in conversion.sums(self.rule, param, state[param], h.eps):
+                    self._add_idle(h, h.sums[sharding.sharded_over(param)], *sums)
         for total, over, part in estimate.sharded:
             total += sharding.sum_over_shards(part, over)
         counts: Any = estimate.stepped_counts(state) if any(estimate.idle) else estimate.counts
@@ -160,7 +164,9 @@ class Auto:
     def end_traced(
         self, groups: Sequence[Group], hypers: Sequence[Hyper], idle: Sequence[Sequence[Tensor]]
     ) -> None:
-        """As `end`, for the compiler; `idle` has step count, s and ν of idle parameters in turns.
+        """As `end`, for the compiler.
+
+        `idle` has step count, s (or x_0 - z) and ν of idle parameters, in turns.
 
         It leaves the counts of the estimate to steps that are not compiled, which may be repeated.
         """
@@ -172,13 +178,19 @@ class Auto:
             count: Any = sum(map(coordinates, with_gradient))
             steps, *sums = tensors[::3], tensors[1::3], tensors[2::3]
             for step, *own in zip(steps, *sums, strict=True):
-                grad_sum, grad_sq_sum = map(layout.as_real, own)
-                _add_idle(h, h.sums[None], grad_sum, grad_sq_sum)
-                count = count + (step > 0) * grad_sum.numel()
+                pushed, grad_sq_sum = map(layout.as_real, own)
+                self._add_idle(h, h.sums[None], pushed, grad_sq_sum)
+                count = count + (step > 0) * pushed.numel()
             counts.append(count)
             live.append(len(with_gradient) > 0)  # torch 2.11 cannot trace bool() of a list
         factors, hypers = weighed([group["lr"] for group in groups], hypers, live)
         self.estimate.advance_on_device(factors, hypers, counts)
+
+    @torch.no_grad()
+    def _add_idle(self, h: Hyper, sums: Tensor, pushed: Tensor, grad_sq_sum: Tensor) -> None:
+        """The sums of a parameter that has no gradient this time; of real numbers."""
+        new = distance.idle_sums(TorchFunctions, self.rule, h, pushed, grad_sq_sum)
+        sums[1:] += torch.stack(new).to(sums.device)
 
     def against_tracing(self, groups: Sequence[Group]) -> str | None:
         """Why this step cannot be traced, if it cannot."""
@@ -209,10 +221,3 @@ class Auto:
             total = self.shared.sum(total.to(self.shared.default_device())).to(row.device)
         before, after = total
         row[FIELDS.index("agreement")] *= torch.where(before > 0, after / before, 1.0)
-
-
-@torch.no_grad()
-def _add_idle(h: Hyper, sums: Tensor, grad_sum: Tensor, grad_sq_sum: Tensor) -> None:
-    """The sums of a parameter that has no gradient this time; s and ν as real numbers."""
-    new = distance.idle_sums(TorchFunctions, h, grad_sum, grad_sq_sum)
-    sums[1:] += torch.stack(new).to(sums.device)

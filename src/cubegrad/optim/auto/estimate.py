@@ -12,7 +12,7 @@ from cubegrad.backends.batch import capturing
 from cubegrad.distance import FIELDS, SUMS
 from cubegrad.functions import NumberFunctions, TorchFunctions
 from cubegrad.options import Hyper
-from cubegrad.rule import MADGRAD
+from cubegrad.rule import Rule
 from cubegrad.state import layout
 
 Group = dict[str, Any]
@@ -42,7 +42,8 @@ def coordinates(param: Tensor) -> int:
 class Estimate:
     """The numbers of all groups, a row for each, of which the groups hold views."""
 
-    def __init__(self, groups: Sequence[Group], values: Tensor) -> None:
+    def __init__(self, rule: Rule, groups: Sequence[Group], values: Tensor) -> None:
+        self.rule = rule
         self.values = values
         self.on_host = values.is_cpu  # its numbers can be read without waiting
         self.sums = values.new_zeros(len(groups), len(SUMS))
@@ -89,7 +90,7 @@ class Estimate:
         self.idle[index] = [
             param
             for param in silent
-            if "step" in state.get(param, {}) and layout.held(MADGRAD, state[param])
+            if "step" in state.get(param, {}) and layout.held(self.rule, state[param])
         ]
         self.live[index] = len(silent) < len(group["params"])
         without = set(map(id, silent))  # among them may be lazy ones, which have no size yet
@@ -120,7 +121,9 @@ class Estimate:
         factors = list(map(float, factors))
         rows, sums = self.values.tolist(), self.sums.tolist()
         try:
-            new = distance.advance(NumberFunctions, rows, sums, factors, counts, hypers)
+            new = distance.advance(
+                NumberFunctions, self.rule, rows, sums, factors, counts, hypers
+            )
         except (OverflowError, ZeroDivisionError, ValueError):  # where tensors give inf or nan
             new = [list(map(float, row)) for row in self._advanced(factors, counts, hypers)]
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
@@ -144,7 +147,7 @@ class Estimate:
                 own = (1.0 if h.shrink is None else h.shrink for h in hypers)
                 shrinks = torch.stack(list(map(self._here, own)))
             counts = counts if isinstance(counts, Tensor) else self._table(counts)
-            kernel(self.values, self.sums, rates, shrinks, counts, found_inf)
+            kernel(self.rule, self.values, self.sums, rates, shrinks, counts, found_inf)
             self.cleared = not capturing()
             return
         factors = [f.to(device).reshape(()) if isinstance(f, Tensor) else f for f in factors]
@@ -156,7 +159,7 @@ class Estimate:
     def _advanced(self, factors: Sequence[Any], counts: Any, hypers: Any) -> list[list[Any]]:
         """The rows after the step, each number a tensor."""
         rows, sums = ([row.unbind() for row in table] for table in (self.values, self.sums))
-        return distance.advance(TorchFunctions, rows, sums, factors, counts, hypers)
+        return distance.advance(TorchFunctions, self.rule, rows, sums, factors, counts, hypers)
 
     def _here(self, number: float | Tensor) -> Tensor:
         """The number where the others are."""

@@ -18,12 +18,14 @@ from cubegrad.functions import NumberFunctions, TorchFunctions
 from cubegrad.optim.auto.estimate import LR, coordinates, empty
 from cubegrad.optim.auto.shared import Shared
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 from cubegrad.state import layout
 
 Group = dict[str, Any]
 State = Mapping[Tensor, Any]  # an optimizer's
 
 LONG_WAIT = 100  # steps
+NAMES = {2: "square", 3: "cube"}
 DOMINANT = 0.99  # of the sum of all scales, by one of at least ten coordinates
 
 
@@ -71,6 +73,7 @@ def held_rows(groups: Sequence[Group], device: torch.device) -> Tensor | None:
 
 
 def rows(
+    used: Rule,
     groups: Sequence[Group],
     state: State,
     hypers: Sequence[Hyper],
@@ -80,7 +83,7 @@ def rows(
 ) -> Tensor | None:
     """What the groups begin with, if their gradients are good for it."""
     steps = _steps_counted(groups, state)
-    first = begin(groups, hypers, device, shared, waiting)
+    first = begin(used, groups, hypers, device, shared, waiting)
     if shared is not None:
         first, steps = shared.agreed(first, steps, device)
     if first is None:
@@ -111,6 +114,7 @@ def _forget_waiting(groups: Sequence[Group], state: State) -> None:
 
 
 def begin(
+    used: Rule,
     groups: Sequence[Group],
     hypers: Sequence[Hyper],
     device: torch.device,
@@ -131,14 +135,14 @@ def begin(
     size = math.sqrt(totals.square / totals.moved)
     start = distance.first_distance(NumberFunctions, size)
     mean_scale = totals.scale / totals.coordinates
-    lr = distance.learning_rate(start, mean_scale)
-    obstacle = _too_small(groups, hypers, start, mean_scale)
+    lr = distance.learning_rate(used, start, mean_scale)
+    obstacle = _too_small(used, groups, hypers, start, mean_scale)
     if obstacle:  # a rate for them would throw the weights far away when larger ones come
         if not waiting.has_warned_of_size:
             waiting.has_warned_of_size = True
             warn(f"lr='auto' waits for larger gradients, and no weight moves: {obstacle}")
         return None
-    obstacle = _too_large(groups, totals, lr)
+    obstacle = _too_large(used, groups, totals, lr)
     if obstacle:
         warn(f"lr='auto' begins with lr={lr:.3g}, and the weights will hardly move: {obstacle}")
     return start, lr
@@ -182,19 +186,24 @@ def _as_stepped(h: Hyper, param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _too_small(
-    groups: Sequence[Group], hypers: Sequence[Hyper], distance: float, mean_scale: float
+    used: Rule,
+    groups: Sequence[Group],
+    hypers: Sequence[Hyper],
+    distance: float,
+    mean_scale: float,
 ) -> str | None:
     """Why gradients of this size would not move a weight."""
     typical = mean_scale**1.5
-    root = math.sqrt(distance * typical)  # ∛ν after the first step, at a coordinate with g = H
+    # The root of ν after the first step, at a coordinate with g = H.
+    root = typical if used.root == 2 else math.sqrt(distance * typical)
     eps = min(h.eps for h in hypers)
     least = max(limit.tiny for limit in _limits(groups))
     if root < eps / 10:
         return (
-            f"the gradients are about {typical:.3g}, and the cube root of their squares, "
-            f"{root:.3g}, is far below eps={eps:g}; scale the loss up, or lower eps"
+            f"the gradients are about {typical:.3g}, and the {NAMES[used.root]} root of their "
+            f"squares, {root:.3g}, is far below eps={eps:g}; scale the loss up, or lower eps"
         )
-    if root**3 < least:
+    if root**used.root < least:
         return (
             f"the gradients are about {typical:.3g}, and their squares less than {least:.3g}, the "
             "smallest number of the state; scale the loss up"
@@ -202,15 +211,18 @@ def _too_small(
     return None
 
 
-def _too_large(groups: Sequence[Group], totals: Totals, lr: float) -> str | None:
+def _too_large(used: Rule, groups: Sequence[Group], totals: Totals, lr: float) -> str | None:
     """Why the largest gradient keeps the others from moving a weight."""
+    weight = lr if used.squares == rule.WEIGHTED else 1.0  # of g² in ν
     largest, most = totals.largest**1.5, min(limit.max for limit in _limits(groups))
-    if lr * largest * largest > most / 1e6:  # ν grows as k^{3/2}
+    if weight * largest * largest > most / 1e6:  # a sum grows as k^{3/2}
         return (
             f"the gradients are at most {largest:.3g}, and their squares come near {most:.3g}, the "
             "largest number of the state; scale the loss down, or clip the gradients"
         )
-    if totals.moved >= 10 and totals.largest > DOMINANT * totals.scale:
+    # Where a step has no scale, the rate fits all sizes of gradients.
+    dominated = totals.moved >= 10 and totals.largest > DOMINANT * totals.scale
+    if dominated and not used.anchored:
         return (
             f"one gradient of {largest:.3g} among {totals.moved:.0f} is so much larger than the "
             "others that lr fits it alone; clip the gradients, or give lr a number"
