@@ -32,8 +32,9 @@ from shared import shared_device
 from shared.earlier import known
 from shared.shared_device import Job, Wanted
 
-FREE = ("madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog")
-DECOUPLED = ("prodigy", "adamw", SCHEDULE_FREE)  # which multiply decay by their learning rate
+OURS = ("madgradw-auto", "madgradw-auto-compact", "madgradw-auto-schedule-free")
+FREE = (*OURS, "madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog")
+DECOUPLED = (*OURS, "prodigy", "adamw", SCHEDULE_FREE)  # which multiply decay by their learning rate
 SEEDS = (1, 2, 3)
 
 

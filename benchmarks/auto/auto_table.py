@@ -10,10 +10,20 @@ from cubegrad.study.records import Record
 from cubegrad.study.statistics import Estimate, Judge
 from cubegrad.study.wording import number
 
-OURS = ("madgrad-auto", "madgrad-auto-compact")
+# With the tuned method that each is to be as good as.
+OURS = {
+    "madgradw-auto": "adamw",
+    "madgradw-auto-compact": "adamw",
+    "madgradw-auto-schedule-free": "adamw",
+    "madgrad-auto": "madgrad",
+    "madgrad-auto-compact": "madgrad",
+}
 FREE = (*OURS, "prodigy", "prodigy, warm-up", "dadapt-adam", "dog", "ldog")
 SCHEDULE_FREE = "schedulefree-adamw"  # has a learning rate, but people leave it at its default
 COLUMNS = {
+    "madgradw-auto": 'MADGRADW, `lr="auto"`',
+    "madgradw-auto-compact": "the same, compact",
+    "madgradw-auto-schedule-free": 'MADGRADW, `lr="auto"`, schedule-free',
     "madgrad-auto": 'MADGRAD, `lr="auto"`',
     "madgrad-auto-compact": "the same, compact",
     "prodigy": "Prodigy",
@@ -27,8 +37,11 @@ COLUMNS = {
     "madgrad": "MADGRAD, best lr",
 }
 DEFAULT = 2.5e-3  # of schedule-free AdamW
-CLOSE = {"%": 0.3, "bits": 0.01}  # to the best fixed lr; other units relative to it
-CLOSE_SHARE = 0.003
+# Close to the tuned method: so much, or this share of it, and in words.
+CLOSE = {
+    "madgrad": ({"%": 0.3, "bits": 0.01}, 0.003, "0.3 % or 0.01 bits of the best fixed lr"),
+    "adamw": ({"%": 0.3, "bits": 0.02}, 0.01, "1 %, 0.3 points or 0.02 bits of tuned AdamW"),
+}
 
 
 class Result(NamedTuple):
@@ -132,8 +145,10 @@ def _cell(one: Result, column: str) -> str:
 def standing(found: list[Result]) -> list[str]:
     """Where `lr="auto"` stands among them, in sentences."""
     lines = []
-    for column in OURS:
+    for column, tuned in OURS.items():
         here = [one for one in found if column in one.reached]
+        if not here:
+            continue
         others = [name for name in FREE if name not in OURS]
         rivals = [(one, one.best(others)) for one in here if set(others) & set(one.reached)]
         ahead = sum(one.behind(column, rival) <= 0 for one, rival in rivals)
@@ -144,17 +159,22 @@ def standing(found: list[Result]) -> list[str]:
             for one, rival in rivals
         }
         worst = max(share, key=lambda name: share[name], default="")
-        fixed = [one for one in here if "madgrad" in one.reached]
-        close = sum(one.behind(column, "madgrad") <= _close(one) for one in fixed)
+        fixed = [one for one in here if tuned in one.reached]
+        close = sum(one.behind(column, tuned) <= _close(one, tuned) for one in fixed)
         lines.append(
-            f"- {COLUMNS[column]}: the best without a learning rate on {ahead} of {len(rivals)}"
+            f"- {_label(column)}: the best without a learning rate on {ahead} of {len(rivals)}"
             + (f" ({also} of {len(beside)} with schedule-free's default)" if beside else "")
             + (f"; at worst {100 * share[worst]:+.1f} % behind ({worst})" if worst else "")
-            + f"; within 0.3 % or 0.01 bits of the best fixed lr on {close} of {len(fixed)}."
+            + f"; within {CLOSE[tuned][2]} on {close} of {len(fixed)}."
         )
     return lines
 
 
-def _close(one: Result) -> float:
-    share = CLOSE_SHARE * abs(one.reached["madgrad"].mean)
-    return CLOSE.get(one.about["unit"], share)
+def _label(column: str) -> str:
+    label = COLUMNS[column]
+    return label if "the same" not in label else f"{COLUMNS[column.removesuffix('-compact')]}, compact"
+
+
+def _close(one: Result, tuned: str) -> float:
+    by_unit, share, _ = CLOSE[tuned]
+    return by_unit.get(one.about["unit"], share * abs(one.reached[tuned].mean))

@@ -16,6 +16,9 @@ from cubegrad.study.records import Runs
 LIMIT = 10.0  # %; what is further behind is drawn there
 # Ours stand out; what needs no search is filled, tuned methods are open.
 MARKS = {
+    "madgradw-auto": ("*", "#a30000"),
+    "madgradw-auto-compact": ("x", "#a30000"),
+    "madgradw-auto-schedule-free": ("p", "#e69f00"),
     "madgrad-auto": ("D", "#d55e00"),
     "madgrad-auto-compact": ("d", "#d55e00"),
     "prodigy": ("o", "#0072b2"),

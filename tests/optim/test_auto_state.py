@@ -1,6 +1,7 @@
-"""MADGRAD(lr="auto"): state dicts and copies keep the estimate."""
+"""lr="auto": state dicts and copies keep the estimate."""
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from auto_classifier import Classifier, two_groups
 from short_runs import ones, through_a_file, through_pickle
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 
 
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("how", ["state_dict", "file", "pickle", "deepcopy"])
-def test_a_run_continues_bit_for_bit(how: str, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cls", [MADGRAD, MADGRADW, cases.ScheduleFreeMADGRADW])
+def test_a_run_continues_bit_for_bit(cls: type, how: str, flags: dict[str, Any]) -> None:
+    flags = {**flags, "cls": cls}
     whole = Classifier(two_groups, **flags).train(range(20))
     first = Classifier(two_groups, **flags)
     first.train(range(11))
@@ -42,6 +45,17 @@ def test_checkpoints_keep_their_lr() -> None:
         other.estimated_lr()
     with pytest.raises(ValueError, match=r"with lr=0\.25, and the optimizer .* with lr='auto'"):
         MADGRAD([ones(3)], lr="auto").load_state_dict(saved)
+
+
+def test_the_state_of_another_method_is_refused() -> None:
+    classes = MADGRAD, MADGRADW, cases.ScheduleFreeMADGRADW
+    for cls, other in itertools.permutations(classes, 2):
+        param = ones(3)
+        optimizer = other([param], lr="auto")
+        param.grad = torch.ones(3)
+        optimizer.step()
+        with pytest.raises(ValueError, match="gives the same buffers another meaning"):
+            cls([ones(3)], lr="auto").load_state_dict(optimizer.state_dict())
 
 
 DAMAGED = [

@@ -11,9 +11,10 @@ from released_runs import Net, assert_same, decaying, loss_of, pair, train, two_
 from short_runs import through_a_file
 from torch import nn
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 from cubegrad.optim import release
 
+each_class = pytest.mark.parametrize("cls", [MADGRAD, MADGRADW])
 each_form = pytest.mark.parametrize("compact", [False, True], ids=["sums", "compact"])
 
 
@@ -22,8 +23,8 @@ def _small_line(monkeypatch):
     monkeypatch.setattr(release.GradientRelease, "held_bytes", released_runs.HELD_BYTES)
 
 
-def build(**options):
-    return lambda model: MADGRAD(two_groups(model), lr="auto", **options)
+def build(cls=MADGRAD, **options):
+    return lambda model: cls(two_groups(model), lr="auto", **options)
 
 
 def assert_close(one, other):
@@ -37,22 +38,24 @@ def assert_close(one, other):
 
 
 @each_fast_backend
-def test_the_estimate_is_that_of_ordinary_steps(backend):
-    one, other = pair(build(**backend.flags), torch.float32, backend.device)
+@each_class
+def test_the_estimate_is_that_of_ordinary_steps(cls, backend):
+    one, other = pair(build(cls, **backend.flags), torch.float32, backend.device)
     for run in (one, other):
         train(*run, scheduler=decaying(run[1]))
     assert_close(one, other)
 
 
 @each_form
-def test_an_estimate_that_grows(compact):
+@each_class
+def test_an_estimate_that_grows(cls, compact):
     """From weights of 1e-3 to a solution of about 1: the distance grows to that, with the rate."""
     shapes = [(64, 64), (5,), (64, 128), (64, 64), (7,)]
     targets = [cases.randn(shape, torch.float32, i) for i, shape in enumerate(shapes)]
     ends = []
     for released in (False, True):
         params = [nn.Parameter(torch.full(shape, 1e-3)) for shape in shapes]
-        optimizer = MADGRAD(params, lr="auto", compact=compact)
+        optimizer = cls(params, lr="auto", compact=compact)
         if released:
             optimizer.release_gradients()
         rates = []
@@ -74,9 +77,10 @@ def test_an_estimate_that_grows(compact):
 
 @each_form
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_one_step_adds_the_same_sums(momentum, compact):
+@each_class
+def test_one_step_adds_the_same_sums(cls, momentum, compact):
     """From the same state, so that nothing but the order of the sums differs."""
-    one, other = pair(build(momentum=momentum, compact=compact))
+    one, other = pair(build(cls, momentum=momentum, compact=compact))
     train(*one, steps=range(3))
     other[0].load_state_dict(one[0].state_dict())
     other[1].load_state_dict(through_a_file(one[1].state_dict()))
@@ -131,9 +135,10 @@ def test_a_resumed_run_releases_at_once():
     assert resumed.estimated_lr() == optimizer.estimated_lr()
 
 
-def test_idle_parameters_and_late_groups_are_counted():
+@each_class
+def test_idle_parameters_and_late_groups_are_counted(cls):
     """A parameter that was stepped and has no gradient this time, and one that joins."""
-    one, other = pair(lambda model: MADGRAD(model.twice.parameters(), lr="auto"))
+    one, other = pair(lambda model: cls(model.twice.parameters(), lr="auto"))
     for model, optimizer in (one, other):
         train(model, optimizer, range(2))
         optimizer.add_param_group({"params": list(model.last.parameters())})
@@ -148,13 +153,14 @@ def test_idle_parameters_and_late_groups_are_counted():
     ] * 4
 
 
-def test_a_group_without_gradients_adds_no_weight():
+@each_class
+def test_a_group_without_gradients_adds_no_weight(cls):
     """As in an ordinary step."""
     runs = []
     for released in (False, True):
         torch.manual_seed(3)
         params = [torch.nn.Parameter(torch.randn(300, 300)) for _ in range(2)]
-        optimizer = MADGRAD([{"params": [param]} for param in params], lr="auto")
+        optimizer = cls([{"params": [param]} for param in params], lr="auto")
         handle = optimizer.release_gradients() if released else None
         for k in range(6):
             some = params if k < 3 else params[:1]

@@ -13,10 +13,16 @@ from cubegrad import MADGRAD
 class Classifier:
     """A network, its optimizer, and the same batches every time."""
 
-    def __init__(self, groups: Any = None, dtype: torch.dtype = torch.float32, **options: Any):
+    def __init__(
+        self,
+        groups: Any = None,
+        dtype: torch.dtype = torch.float32,
+        cls: Any = MADGRAD,
+        **options: Any,
+    ) -> None:
         self.net = tanh_net(9, 17, 3).to(dtype)
         params = self.net.parameters() if groups is None else groups(self.net)
-        self.optimizer = MADGRAD(params, lr="auto", **options)
+        self.optimizer = cls(params, lr="auto", **options)
         self.dtype = dtype
 
     def train(self, steps: range, scale: float = 1.0, step: Any = None) -> Tensor:

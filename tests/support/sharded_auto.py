@@ -1,5 +1,6 @@
 """Scenarios of test_distributed.py: an estimated learning rate, the same in all processes."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cubegrad import MADGRAD, sharding
+from cubegrad import MADGRAD, MADGRADW, sharding
 
+METHODS = [cases.MADGRAD, cases.MADGRADW]
 BACKENDS = [b for b in cases.FAST_BACKENDS if "-" not in b.name]
 
 
@@ -28,10 +30,10 @@ def same_everywhere(optimizer):
     return all(torch.equal(mine, other) for other in all_of_them)
 
 
-def check(backend, plain, params, options):
+def check(method, backend, plain, params, options):
     """Steps with whole parameters equal steps with this process's parts of them."""
     one, many = (
-        cases.build(cases.MADGRAD, backend, ps, {"lr": "auto", **options}) for ps in (plain, params)
+        cases.build(method, backend, ps, {"lr": "auto", **options}) for ps in (plain, params)
     )
     for k in range(6):
         for i, (p, q) in enumerate(zip(plain, params, strict=True)):
@@ -58,35 +60,40 @@ def check(backend, plain, params, options):
 @on(2, 3)
 def the_estimate_is_that_of_one_process():
     shapes = [(7, 5), (1, 4), (6, 6)]
-    for backend in BACKENDS:
+    for method, backend in itertools.product(METHODS, BACKENDS):
         for placement, momentum in ((Shard(0), 0.9), (Shard(1), 0.0), (Replicate(), 0.9)):
             plain = [nn.Parameter(cases.randn(s, torch.float64, i)) for i, s in enumerate(shapes)]
             params = [nn.Parameter(distributed(p.detach(), placement)) for p in plain]
-            check(backend, plain, params, {"weight_decay": 0.01, "momentum": momentum})
+            check(method, backend, plain, params, {"weight_decay": 0.01, "momentum": momentum})
 
 
 @on(4)
 def parameters_with_several_placements_are_counted_once_each():
     mesh = init_device_mesh("cpu", (2, 2))
     ways = [(Replicate(), Shard(0)), (Shard(0), Shard(0)), (Shard(1), Replicate())]
-    for backend in BACKENDS:
+    for method, backend in itertools.product(METHODS, BACKENDS):
         plain = [nn.Parameter(cases.randn((6, 4), torch.float64, i)) for i in range(3)]
         params = [
             nn.Parameter(distribute_tensor(p.detach().clone(), mesh, way, src_data_rank=None))
             for p, way in zip(plain, ways, strict=True)
         ]
-        check(backend, plain, params, {})
+        check(method, backend, plain, params, {})
 
 
 @on(2, 3)
 def fsdp_estimates_and_resumes():
     """3 processes also resume the run of 2."""
-    folder, world = Path(os.environ["FOLDER"]), dist.get_world_size()
+    for cls in (MADGRAD, MADGRADW):
+        _estimate_and_resume(cls)
+
+
+def _estimate_and_resume(cls):
+    folder, world = Path(os.environ["FOLDER"]) / cls.__name__, dist.get_world_size()
     reference = net()
-    single = MADGRAD(reference.parameters(), lr="auto")
+    single = cls(reference.parameters(), lr="auto")
     train(reference, single, steps=range(8))
     model = sharded(net())
-    optimizer = MADGRAD(model.parameters(), lr="auto")
+    optimizer = cls(model.parameters(), lr="auto")
     train(model, optimizer, steps=range(5))
     assert same_everywhere(optimizer)
     saved_model, saved_optimizer = get_state_dict(model, optimizer)
@@ -94,7 +101,7 @@ def fsdp_estimates_and_resumes():
     dcp.save(saved, checkpoint_id=folder / f"auto-{world}")
     train(model, optimizer, steps=range(5, 8))
     for saved_by in range(2, world + 1):
-        again, resumed = _loaded(folder / f"auto-{saved_by}")
+        again, resumed = _loaded(cls, folder / f"auto-{saved_by}")
         train(again, resumed, steps=range(5, 8))
         same = saved_by == world
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
@@ -106,9 +113,9 @@ def fsdp_estimates_and_resumes():
     assert optimizer.estimated_lr() == pytest.approx(single.estimated_lr(), rel=1e-5)
 
 
-def _loaded(folder):
+def _loaded(cls, folder):
     model = sharded(net(seed=5))
-    optimizer = MADGRAD(model.parameters(), lr="auto")
+    optimizer = cls(model.parameters(), lr="auto")
     into = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(into, checkpoint_id=folder)
     set_state_dict(

@@ -1,5 +1,6 @@
 """Scenarios of test_distributed.py: gradient release over several processes."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,13 +97,14 @@ def hsdp_releases_after_the_reduction_over_the_replicas():
 
 @on(2, 3)
 def fsdp2_releases_with_an_estimated_rate():
-    with small_line():
-        runs = both(lambda params: MADGRAD(params, lr="auto"), steps=range(8))
-    (one, ordinary), (other, released) = runs
-    assert released.estimated_lr() == pytest.approx(ordinary.estimated_lr(), rel=1e-6)
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        local = (sharding.local(p.detach()), sharding.local(q.detach()))
-        torch.testing.assert_close(*local, rtol=1e-5, atol=1e-6)
+    for cls in (MADGRAD, MADGRADW):
+        with small_line():
+            runs = both(functools.partial(cls, lr="auto"), steps=range(8))
+        (one, ordinary), (other, released) = runs
+        assert released.estimated_lr() == pytest.approx(ordinary.estimated_lr(), rel=1e-6)
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            local = (sharding.local(p.detach()), sharding.local(q.detach()))
+            torch.testing.assert_close(*local, rtol=1e-5, atol=1e-6)
 
 
 @on(2)

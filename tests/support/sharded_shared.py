@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import cubegrad
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 
 
 def weights(seed, count=4):
@@ -42,10 +43,11 @@ def step(params, optimizer, k):
 @on(2, 3)
 def stages_share_one_estimate():
     """In a step without gradients for the second group, too."""
-    for options in ({}, {"decoupled_weight_decay": True}, {"momentum": 0.0, "foreach": True}):
+    settings = {}, {"decoupled_weight_decay": True}, {"momentum": 0.0, "foreach": True}
+    for cls, options in itertools.product((MADGRAD, MADGRADW), settings):
         whole, parts = ([nn.Parameter(w.clone()) for w in weights(1)] for _ in range(2))
-        one = MADGRAD(groups_of(whole), lr="auto", **options)
-        many = MADGRAD(groups_of(parts, dist.get_rank()), lr="auto", **options)
+        one = cls(groups_of(whole), lr="auto", **options)
+        many = cls(groups_of(parts, dist.get_rank()), lr="auto", **options)
         many.share_estimate()
         for k in range(8):
             if k == 2 and "momentum" in options:

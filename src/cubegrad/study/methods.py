@@ -67,6 +67,25 @@ METHODS: dict[str, Method] = {
         schedule="warmup:5%",
         decoupled=True,
     ),
+    "madgradw-auto": Method(
+        "MADGRADW, lr auto", cubegrad.MADGRADW, (1.0, 1.0), estimates=True, decoupled=True
+    ),
+    "madgradw-auto-compact": Method(
+        "MADGRADW, lr auto, compact",
+        partial(cubegrad.MADGRADW, compact=True),
+        (1.0, 1.0),
+        estimates=True,
+        decoupled=True,
+    ),
+    # Nothing to set at all.
+    "madgradw-auto-schedule-free": Method(
+        "MADGRADW, lr auto, schedule-free",
+        partial(cubegrad.MADGRADW, schedule_free=True),
+        (1.0, 1.0),
+        estimates=True,
+        schedule="warmup:5%",
+        decoupled=True,
+    ),
     "mirror-madgrad-compact": Method(
         "MirrorMADGRAD, compact",
         partial(cubegrad.MirrorMADGRAD, compact=True),

@@ -186,7 +186,12 @@ def weighed(
     """
     if isinstance(live, list) and False not in live:
         return list(factors), hypers
-    new = (h._replace(lr=h.lr * one) for h, one in zip(hypers, live, strict=True))
-    return [factor * one for factor, one in zip(factors, live, strict=True)], [
-        h._replace(shrink=None) if one is False else h for h, one in zip(new, live, strict=True)
-    ]
+    pairs = list(zip(hypers, live, strict=True))
+    new = [h._replace(lr=h.lr * one, shrink=_shrink_if(one, h.shrink)) for h, one in pairs]
+    return [factor * one for factor, one in zip(factors, live, strict=True)], new
+
+
+def _shrink_if(live: bool | Tensor, shrink: Any) -> Any:
+    if shrink is None or not isinstance(live, Tensor):
+        return shrink if live else None
+    return 1 - (1 - shrink) * live
