@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from cubegrad import cautions, rule
 from cubegrad.optax import auto, mean
 from cubegrad.optax.apply import apply_gradients
-from cubegrad.optax.auto import Estimate
+from cubegrad.optax.auto import Distance, Estimate
 from cubegrad.optax.checks import (
     Settings,
     Tree,
@@ -23,11 +23,16 @@ from cubegrad.optax.transform import transformation
 
 __all__ = [
     "AutoMadgradState",
+    "AutoMadgradwState",
+    "AutoScheduleFreeMadgradwState",
     "CompactAutoMadgradState",
+    "CompactAutoMadgradwState",
+    "CompactAutoScheduleFreeMadgradwState",
     "CompactMadgradState",
     "CompactMadgradwState",
     "CompactMirrorMadgradState",
     "CompactScheduleFreeMadgradwState",
+    "Distance",
     "Estimate",
     "MadgradState",
     "MadgradwState",
@@ -165,6 +170,77 @@ class CompactScheduleFreeMadgradwState(NamedTuple):
     momentum: Array
 
 
+class AutoMadgradwState(NamedTuple):
+    """`MadgradwState` with x_0, and the numbers that the learning rate is estimated from."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    initial_param: Tree
+    estimate: Distance
+
+
+class CompactAutoMadgradwState(NamedTuple):
+    """`AutoMadgradwState` with compact=True, as `CompactMadgradState`."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    initial_param: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree
+    root_scale: Tree
+    initial_code: Tree
+    initial_scale: Tree
+    estimate: Distance
+
+
+class AutoScheduleFreeMadgradwState(NamedTuple):
+    """`ScheduleFreeMadgradwState` with x_0 and an estimated learning rate."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    initial_param: Tree
+    largest_lr: Array
+    weight_sum: Array
+    momentum: Array
+    estimate: Distance
+
+
+class CompactAutoScheduleFreeMadgradwState(NamedTuple):
+    """`AutoScheduleFreeMadgradwState` with compact=True, as `CompactMadgradState`."""
+
+    count: Array  # type: ignore[assignment]
+    grad_sq_sum: Tree
+    dual_offset: Tree
+    initial_param: Tree
+    offset_code: Tree
+    offset_scale: Tree
+    root_code: Tree
+    root_scale: Tree
+    initial_code: Tree
+    initial_scale: Tree
+    largest_lr: Array
+    weight_sum: Array
+    momentum: Array
+    estimate: Distance
+
+
+# The states of `madgradw`, by schedule_free, whether the rate is estimated, and compact.
+_MADGRADW_STATES: dict[tuple[bool, bool, bool], Any] = {
+    (False, False, False): MadgradwState,
+    (False, False, True): CompactMadgradwState,
+    (False, True, False): AutoMadgradwState,
+    (False, True, True): CompactAutoMadgradwState,
+    (True, False, False): ScheduleFreeMadgradwState,
+    (True, False, True): CompactScheduleFreeMadgradwState,
+    (True, True, False): AutoScheduleFreeMadgradwState,
+    (True, True, True): CompactAutoScheduleFreeMadgradwState,
+}
+
+
 def madgrad(
     learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-2,
     momentum: optax.ScalarOrSchedule = 0.9,
@@ -249,7 +325,7 @@ def mirror_madgrad(
 
 
 def madgradw(
-    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    learning_rate: optax.ScalarOrSchedule | Literal["auto"] = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.9,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike = 1e-4,
@@ -266,29 +342,31 @@ def madgradw(
     stochastic_rounding: bool = False,
     schedule_free: bool = False,
     warmup_steps: int = 0,
+    lr_factor: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The member of MADGRAD's family that takes the settings of `optax.adamw` as they are.
 
     See `cubegrad.MADGRADW` for the method. learning_rate, eps, weight_decay (decoupled) and mask
     mean what they do there, with the same defaults. b1 is another name for momentum, and b2 is not
-    needed. The other arguments as for `madgrad`; compact=True keeps 2 bytes instead of 8.
+    needed. The other arguments as for `madgrad`; compact=True keeps 2 bytes instead of 8. An
+    estimated learning rate needs x_0: 12 bytes, or 4 in codes.
 
     With schedule_free=True the learning rate needs no schedule. The parameters are then y, where
     gradients are taken, and `averaged_params` returns x, the mean of all z, to evaluate and to keep
     (docs/madgradw.md). momentum must be a plain number above 0. Over the first warmup_steps the
     learning rate grows from 0.
     """
-    refuse_auto("madgradw", learning_rate)
     momentum = momentum if b1 is None else b1
     if b2 is not None:
         cautions.warn_of_betas(momentum, b2)
     given = {k: v for k, v in locals().items() if k not in ("b1", "b2")}
     settings = checked_mean(checked(Settings(**given)))
+    state_type = _MADGRADW_STATES[settings.schedule_free, settings.auto, settings.compact]
     if settings.schedule_free:
-        mean_type = CompactScheduleFreeMadgradwState if compact else ScheduleFreeMadgradwState
-        return transformation(rule.SCHEDULE_FREE, mean_type, settings)
-    state_type = CompactMadgradwState if compact else MadgradwState
-    return transformation(rule.MADGRADW, state_type, settings)
+        used = rule.SCHEDULE_FREE_AUTO if settings.auto else rule.SCHEDULE_FREE
+    else:
+        used = rule.MADGRADW_AUTO if settings.auto else rule.MADGRADW
+    return transformation(used, state_type, settings)
 
 
 def averaged_params(state: Tree, params: Tree) -> Tree:
@@ -302,7 +380,7 @@ def averaged_params(state: Tree, params: Tree) -> Tree:
 
 
 def estimated_lr(state: Tree) -> Array:
-    """γ of the next step of `madgrad(learning_rate="auto")`, without lr_factor.
+    """γ of the next step with learning_rate="auto", without lr_factor.
 
     The optimizer's state may be anywhere in `state`, as in those of `optax.chain` and flax; an
     `nnx.Optimizer` or its `nnx.state` will do as well. The result is 0 before the first gradient.
@@ -312,6 +390,6 @@ def estimated_lr(state: Tree) -> Array:
     if len(estimates) != 1:
         raise ValueError(
             f"the state has {len(estimates)} estimates of a learning rate and must have 1; pass "
-            'the state of one madgrad(learning_rate="auto")'
+            'the state of one madgrad or madgradw with learning_rate="auto"'
         )
     return auto.learning_rate(estimates[0])

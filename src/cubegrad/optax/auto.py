@@ -1,4 +1,4 @@
-"""`madgrad(learning_rate="auto")`: the seven numbers it keeps, and how a step updates them."""
+"""learning_rate="auto": the numbers it keeps, and how a step updates them."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -10,15 +10,24 @@ from jax import Array, lax
 
 from cubegrad import distance, rule
 from cubegrad.optax import xla
-from cubegrad.optax.layout import SUMS, compute_dtype, real_parts
+from cubegrad.optax.layout import OFFSET, SUMS, compute_dtype, real_parts
 from cubegrad.optax.xla import Sums
 from cubegrad.options import Hyper
+from cubegrad.rule import Rule
 
 Tree = Any
 
 
+class Distance(NamedTuple):
+    """Of MADGRADW, for all parameters together, before step k; the rate is the distance."""
+
+    distance: Array  # D_k; 0 before the first gradient
+    agreement: Array  # Σ_{j<k} γ_j ⟨g_j, x_0 - x_j⟩ / Σ√ν over the parameters that do not decay
+    decaying: Array  # the same over those that do: decoupled decay shrinks it
+
+
 class Estimate(NamedTuple):
-    """For all parameters together, before step k."""
+    """Of MADGRAD, for all parameters together, before step k."""
 
     distance: Array  # D_k
     agreement: Array  # Σ_{j<k} λ_j ⟨g_j, x_0 - x_j⟩ over the parameters that do not decay
@@ -29,13 +38,22 @@ class Estimate(NamedTuple):
     root_mean: Array  # ∛ν_k, a mean over coordinates
 
 
-def initial_estimate() -> Estimate:
+AnyEstimate = Distance | Estimate
+KINDS = (Distance, Estimate)
+
+
+def kind_of(state_type: Any) -> Any:
+    """The type of estimate that a type of state has."""
+    return state_type.__annotations__["estimate"]
+
+
+def initial_estimate(kind: Any) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(float)
     # One buffer for each number: the same one cannot be donated twice.
-    return Estimate(*(jnp.zeros([], dtype) for _ in Estimate._fields))
+    return kind(*(jnp.zeros([], dtype) for _ in kind._fields))
 
 
-def find(state: Tree) -> list[Estimate]:
+def find(state: Tree) -> list[AnyEstimate]:
     """The estimates in a tree, with plain arrays.
 
     flax nnx puts each number into a variable, a node with one leaf, and makes a mapping of a named
@@ -43,29 +61,38 @@ def find(state: Tree) -> list[Estimate]:
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_estimate)
     found = [_as_tuple(node) for node in nodes if _is_estimate(node)]
-    return [Estimate(*jax.tree.leaves(estimate)) for estimate in found]
+    return [type(estimate)(*jax.tree.leaves(estimate)) for estimate in found]
 
 
 def _is_estimate(node: Any) -> bool:
-    return isinstance(node, Estimate) or (
-        isinstance(node, Mapping) and set(node) == set(Estimate._fields)
-    )
+    return isinstance(node, KINDS) or _kind_of_mapping(node) is not None
+
+
+def _kind_of_mapping(node: Any) -> Any:
+    if not isinstance(node, Mapping):
+        return None
+    return next((kind for kind in KINDS if set(node) == set(kind._fields)), None)
 
 
 def _as_tuple(node: Any) -> Any:
-    return node if isinstance(node, Estimate) else Estimate(**node)
+    return node if isinstance(node, KINDS) else _kind_of_mapping(node)(**node)
 
 
-def has_started(estimate: Estimate) -> Array:
+def has_started(estimate: AnyEstimate) -> Array:
     """Whether there has been a gradient to start from: finite, and not 0 everywhere."""
+    if isinstance(estimate, Distance):
+        return estimate.distance > 0
     return estimate.gradient_scale > 0
 
 
-def learning_rate(estimate: Estimate) -> Array:
+def learning_rate(estimate: AnyEstimate) -> Array:
     """γ of the next step, without lr_factor; 0 before the first gradient."""
+    if isinstance(estimate, Distance):
+        return estimate.distance
     started = has_started(estimate)
     scale = jnp.where(started, estimate.gradient_scale, 1.0)
-    rate = distance.learning_rate(estimate.distance, scale) * jnp.sqrt(1 - estimate.uncounted)
+    rate = distance.learning_rate(rule.MADGRAD, estimate.distance, scale)
+    rate = rate * jnp.sqrt(1 - estimate.uncounted)
     return jnp.where(started, rate, 0.0)
 
 
@@ -76,18 +103,19 @@ def coordinates(params: Tree) -> int:
 
 
 def start(
-    estimate: Estimate, leaves: list[tuple[Hyper, Array, Array]], coordinates: int
-) -> Estimate:
+    estimate: Any, leaves: list[tuple[Hyper, Array, Array]], coordinates: int
+) -> AnyEstimate:
     """Set D_0 and the gradient scale from the first gradient; later estimates are left alone.
 
     `leaves` are each parameter's numbers, value and gradient. They are read in the first step only.
     """
-    current = estimate.distance, estimate.gradient_scale
-    dtype = estimate.distance.dtype
+    has_scale, dtype = isinstance(estimate, Estimate), estimate.distance.dtype
+    current = estimate.distance, estimate.gradient_scale if has_scale else jnp.zeros([], dtype)
     started = lax.cond(
         has_started(estimate), lambda: current, lambda: _first(dtype, leaves, coordinates)
     )
-    return estimate._replace(distance=started[0], gradient_scale=started[1])
+    estimate = estimate._replace(distance=started[0])
+    return estimate._replace(gradient_scale=started[1]) if has_scale else estimate
 
 
 def _first(
@@ -127,18 +155,21 @@ def _with_gradient(h: Hyper, param: Array, grad: Array) -> Array:
     return jnp.where(rule.effective_gradient(h, param, grad) != 0, param, 0.0)
 
 
-def step_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array]) -> Sums:
+def step_sums(
+    rule: Rule, h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array]
+) -> Sums:
     """distance.step_sums, from a parameter's arrays before and after its step."""
 
     def sums(xp: Any, *arrays: Any) -> Sums:
-        return distance.step_sums(xp, h, step, *arrays)
+        return distance.step_sums(xp, rule, h, step, *arrays)
 
     def at_once(*arrays: Any) -> Sums:
         return xla.finite_totals(*sums(xla.ALL_TERMS, *arrays))
 
     before = {name: array for name, array in old.items() if name not in ("param", "grad")}
-    after = {name: new[name] for name in SUMS}
-    return xla.sums(sums, old["param"], old["grad"], before, after, elsewhere=at_once)
+    names = SUMS if rule.pulls else ("grad_sq_sum", OFFSET, "initial_param")
+    after = new["param"], {name: new[name] for name in names}
+    return xla.sums(sums, old["param"], old["grad"], before, *after, elsewhere=at_once)
 
 
 def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Array]) -> Sums:
@@ -158,12 +189,12 @@ def stored_sums(h: Hyper, step: Array, old: dict[str, Array], new: dict[str, Arr
 
 
 def advance(
-    estimate: Estimate,
+    estimate: Any,
     h: Hyper,
     count: Array,
     sums: Iterable[tuple[bool, Sums]],
     coordinates: int,
-) -> Estimate:
+) -> AnyEstimate:
     """The estimate after step `count`.
 
     `sums` are those of each parameter (`step_sums`), and whether it decays.
@@ -173,6 +204,8 @@ def advance(
     for decays, (agreed, its_product, its_root_sum) in sums:
         newest[decays] = newest[decays] + agreed
         product, root_sum = product + its_product, root_sum + its_root_sum
+    if isinstance(estimate, Distance):
+        return _advance_distance(estimate, h, newest, product, root_sum)
     no_decay = h._replace(shrink=None)
     agreement = distance.agreement(xla, no_decay, estimate.agreement, newest[False])
     decaying = distance.agreement(xla, h, estimate.decaying, newest[True])
@@ -197,3 +230,19 @@ def advance(
         root,
     )
     return Estimate(*(jnp.asarray(number, zero.dtype) for number in new))
+
+
+def _advance_distance(
+    estimate: Distance, h: Hyper, newest: dict[bool, Array], product: Array, root_sum: Array
+) -> Distance:
+    """As distance.py has it for two groups: the parameters that do not decay, and those that do."""
+    zero = jnp.zeros_like(product)
+    sums = [(newest[False], product, root_sum), (newest[True], zero, zero)]
+    hypers = (h._replace(shrink=None), h)
+    rows = [
+        (estimate.distance, agreement, 0.0, 0.0, 0.0, 0.0, 0.0)
+        for agreement in (estimate.agreement, estimate.decaying)
+    ]
+    one, other = distance.advance(xla, rule.MADGRADW_AUTO, rows, sums, (), (), hypers)
+    new = Distance(one[0], one[1], other[1])
+    return Distance(*(jnp.asarray(number, zero.dtype) for number in new))

@@ -71,7 +71,8 @@ class Settings(NamedTuple):
         now: Any = self._replace(**{name: number(getattr(self, name)) for name in names})
         if not self.schedule_free or is_zero(self.warmup_steps):
             return now
-        return now._replace(learning_rate=now.learning_rate * self._warmth(count))
+        name = "lr_factor" if self.auto else "learning_rate"
+        return now._replace(**{name: getattr(now, name) * self._warmth(count)})
 
     def _warmth(self, count: Array) -> Array:
         """What the warm-up leaves of the learning rate; 1 if it has no steps."""
@@ -89,11 +90,11 @@ def is_auto(learning_rate: Any) -> bool:
 
 
 def refuse_auto(method: str, learning_rate: Any) -> None:
-    """Refuse "auto" for a method without a sum of gradients."""
+    """Refuse "auto" for a method without an estimate."""
     if is_auto(learning_rate):
         raise ValueError(
-            f"learning_rate='auto' must be a number or a schedule in {method}, which keeps no "
-            "gradient sum to estimate it from; use madgrad"
+            f"learning_rate='auto' must be a number or a schedule in {method}, which keeps no x_0 "
+            "to estimate it from; use madgrad or madgradw"
         )
 
 

@@ -40,12 +40,15 @@ def initial_buffers(
             coded = [name for name in coded if not name.startswith("offset")]
         kept |= codes.initial_codes(param, coded)
     else:
-        sums = (name for name in names if name not in codes.BUFFERS)
-        kept |= {name: _initial_buffer(settings, name, param) for name in sums}
+        sums = [name for name in names if name not in codes.BUFFERS]
+        keeps_all = {OFFSET, "initial_param"} <= set(sums)  # an estimate asks for both
+        kept |= {name: _initial_buffer(settings, name, param, keeps_all) for name in sums}
     return {name: kept.get(name) for name in names}
 
 
-def _initial_buffer(settings: Settings, name: str, param: Array) -> Array | None:
+def _initial_buffer(
+    settings: Settings, name: str, param: Array, keeps_all: bool
+) -> Array | None:
     sum_dtype = point_dtype = compute_dtype(param)
     if settings.state_dtype is not None:
         point_dtype = compute_dtype(param, settings.state_dtype)
@@ -54,7 +57,7 @@ def _initial_buffer(settings: Settings, name: str, param: Array) -> Array | None
     if name in SUMS:
         return jnp.zeros_like(param, dtype=sum_dtype)
     # Without momentum z is x, and x_0 can be recovered, unless something is stored rounded.
-    if settings.no_momentum and param.dtype == sum_dtype == point_dtype:
+    if settings.no_momentum and not keeps_all and param.dtype == sum_dtype == point_dtype:
         return None
     if name == OFFSET:
         return jnp.zeros_like(param, dtype=point_dtype)

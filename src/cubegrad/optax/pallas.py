@@ -136,7 +136,7 @@ def step_sums(xp: Any, block: Block) -> New:
     exact, new = rules.step(xp, rule, block.h, k, block.x, block.g, old)
     sums = None
     if block.form.with_sums:
-        sums = distance.step_sums(xp, block.h, k, block.x, block.g, old, new)
+        sums = distance.step_sums(xp, rule, block.h, k, block.x, block.g, old, exact, new)
     if block.dtype not in codec.ROUND:
         return exact, new, sums
     if block.form.rounds:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from cubegrad.optax import codes, mean
-from cubegrad.optax.auto import Estimate
+from cubegrad.optax.auto import kind_of
 from cubegrad.optax.checks import Settings, Tree
 
 MAKERS = {
@@ -23,6 +23,10 @@ MAKERS = {
     "CompactMadgradwState": "madgradw(compact=True)",
     "ScheduleFreeMadgradwState": "madgradw(schedule_free=True)",
     "CompactScheduleFreeMadgradwState": "madgradw(schedule_free=True, compact=True)",
+    "AutoMadgradwState": 'madgradw("auto")',
+    "CompactAutoMadgradwState": 'madgradw("auto", compact=True)',
+    "AutoScheduleFreeMadgradwState": 'madgradw("auto", schedule_free=True)',
+    "CompactAutoScheduleFreeMadgradwState": 'madgradw("auto", schedule_free=True, compact=True)',
 }
 START_OVER = "start over from the weights as they are: state = tx.init(params)"
 SHOWN = 3  # paths in a message
@@ -36,7 +40,7 @@ def as_type(state_type: Any, state: Any) -> Any:
     if isinstance(state, tuple | list) and fits and len(state) == len(fields):
         state = _with_count(state_type(*state))
         if "estimate" in fields:
-            return state._replace(estimate=_estimate(state.estimate))
+            state = state._replace(estimate=_estimate(kind_of(state_type), state.estimate))
         return _with_numbers(state) if set(mean.NUMBERS) <= set(fields) else state
     found = f"of type {name}"
     remedy = "pass what its own init() or update() returned; to a chain's update, the whole chain's"
@@ -68,15 +72,16 @@ def _with_count(state: Any) -> Any:
     )
 
 
-def _estimate(found: Any) -> Estimate:
+def _estimate(kind: Any, found: Any) -> Any:
     """With arrays; this too may be restored as a plain tuple, or with plain numbers."""
-    if not isinstance(found, tuple | list) or len(found) != len(Estimate._fields):
+    name, count = kind.__name__, len(kind._fields)
+    if not isinstance(found, tuple | list) or len(found) != count:
         raise TypeError(
-            f"the state's estimate is of type {type(found).__name__}, and must be an Estimate of "
-            f"{len(Estimate._fields)} numbers; pass Estimate(...) of them, or {START_OVER}"
+            f"the state's estimate is of type {type(found).__name__}, and must be an {name} of "
+            f"{count} numbers; pass {name}(...) of them, or {START_OVER}"
         )
     dtype = jnp.result_type(float)
-    return Estimate(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
+    return kind(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
 
 
 def _with_numbers(state: Any) -> Any:

@@ -62,7 +62,7 @@ def transformation(
         buffers = [initial_buffers(settings, names, param) for param in leaves]
         fields = _trees(treedef, names, buffers)
         if settings.auto:
-            fields["estimate"] = auto.initial_estimate()
+            fields["estimate"] = auto.initial_estimate(auto.kind_of(state_type))
         if rule.averages:
             fields |= mean.numbers(0.0, 0.0, settings.momentum)
         return state_type(count=jnp.zeros([], jnp.int32), **fields)
@@ -84,14 +84,14 @@ def transformation(
         leaves = _leaves(settings, params, updates, {n: getattr(state, n) for n in names})
         now, started = settings.at(state.count), None
         h, fields = _hyper(now), dict[str, Any]()
-        if rule.averages:
-            h, fields = mean.advance(state, h)
         if settings.auto:
             size = auto.coordinates(params)
             first = [(leaf.hyper(h), leaf.param, leaf.grad) for leaf in leaves]
             estimate = auto.start(state.estimate, first, size)
             h = _hyper(now, auto.learning_rate(estimate))
             started = auto.has_started(estimate)
+        if rule.averages:
+            h, fields = mean.advance(state, h)
         places = [write.place(p) if write else None for p in jax.tree.leaves(params)]
         steps = _steps(rule, h, state.count, started, leaves, settings, places)
         if settings.auto:
@@ -228,9 +228,10 @@ def _step(
         new_param, new = rules.step(xla, rule, h, step, old["param"], old["grad"], buffers)
         new["param"] = new_param
         if with_sums:
-            sums.append(auto.step_sums(h, step, old, new))
+            sums.append(auto.step_sums(rule, h, step, old, new))
             new["param"] = xla.compute_after(sums[-1][0], new["param"], old["param"])
-            new |= zip(SUMS, auto.stored_sums(h, step, old, new), strict=True)
+            if rule.pulls:
+                new |= zip(SUMS, auto.stored_sums(h, step, old, new), strict=True)
         results.append(new)
     new = from_real_parts(results)
     move_dtype, exact = leaf.param.dtype, new["param"]

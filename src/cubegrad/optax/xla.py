@@ -178,14 +178,18 @@ CHUNK = 2**17  # numbers; a few chunks fit into a core's cache
 # What `sums` passes as xp: TOTALS.total adds the terms, TERMS.total returns them to be added later.
 # ALL_TERMS returns them for `finite_totals`.
 TOTALS = SimpleNamespace(
-    cbrt=cbrt, quotient=quotient, smaller=jnp.minimum, where_finite=where_finite, total=total
+    cbrt=cbrt,
+    sqrt=sqrt,
+    quotient=quotient,
+    smaller=jnp.minimum,
+    where_finite=where_finite,
+    total=total,
 )
 TERMS = SimpleNamespace(**vars(TOTALS) | {"total": lambda terms: terms})
 ALL_TERMS = SimpleNamespace(**vars(TERMS) | {"where_finite": lambda _, terms: terms})
 # What codec.py takes as xp.
 CODEC = SimpleNamespace(
     **vars(TOTALS),
-    sqrt=sqrt,
     sign=sign,
     where=jnp.where,
     isfinite=jnp.isfinite,
