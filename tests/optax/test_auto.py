@@ -1,4 +1,6 @@
-"""`madgrad(learning_rate="auto")`: its estimates, against the float64 oracle and on hard inputs."""
+"""learning_rate="auto": its estimates, against the float64 oracle and on hard inputs."""
+
+from functools import partial
 
 import cases
 import numpy as np
@@ -10,7 +12,7 @@ optax = pytest.importorskip("optax")
 from jax import numpy as jnp  # noqa: E402
 from jax_cases import descend, numbers, same_bits, scan, stepper  # noqa: E402
 
-from cubegrad.optax import estimated_lr, madgrad, xla  # noqa: E402
+from cubegrad.optax import estimated_lr, madgrad, madgradw, xla  # noqa: E402
 
 pytestmark = pytest.mark.compilation
 
@@ -37,9 +39,28 @@ def estimates(_, state):
     return state.estimate.distance, estimated_lr(state)
 
 
-def expected_run(start, grads, factors, options):
+def madgradw_auto(**options):
+    """With the oracle's defaults."""
+    base = {"weight_decay": 0.0, "eps": 1e-6, "decoupled_weight_decay": False}
+    return madgradw("auto", **base | options)
+
+
+METHODS = {
+    "madgrad": (partial(madgrad, "auto"), oracle.Estimate, oracle.Madgrad),
+    "madgradw": (madgradw_auto, oracle.EstimateFreeOfScale, oracle.Madgradw),
+    "schedule-free": (
+        partial(madgradw_auto, schedule_free=True),
+        oracle.EstimateFreeOfScale,
+        oracle.ScheduleFree,
+    ),
+}
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def expected_run(start, grads, factors, options, method=METHODS["madgrad"]):
     """The oracle's last parameters, D_{k+1} and γ_{k+1}; all coordinates in one vector."""
-    estimate = oracle.Estimate([oracle.Madgrad(flat(start))])
+    _, kind, run = method
+    estimate = kind([run(flat(start))])
     rows = np.concatenate([leaf.reshape(STEPS, -1) for leaf in jax.tree.leaves(grads)], axis=1)
     history = []
     for grad, factor in zip(rows, factors, strict=True):
@@ -64,8 +85,11 @@ WITH_WARM_UP = ("coupled decay, no momentum", "decoupled decay", "decoupled_lr, 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_50_steps_follow_the_oracle(name):
-    options = OPTIONS[name]
+@each_method
+def test_50_steps_follow_the_oracle(method, name):
+    options, (factory, *_) = OPTIONS[name], method
+    if method is METHODS["schedule-free"] and options.get("momentum") == 0:
+        pytest.skip("schedule_free=True needs momentum")
     start, grads = random_tree(0), random_tree(1, 3.0, (STEPS,))
     grads["b"] += 1.0  # a part that all gradients share lets the distance grow
     factors, schedule = np.ones(STEPS), {}
@@ -73,20 +97,22 @@ def test_50_steps_follow_the_oracle(name):
         if name in WITH_WARM_UP:
             factors, rates = WARM_UP, jnp.asarray(WARM_UP)
             schedule = {"lr_factor": lambda count: rates[count]}
-        tx = madgrad("auto", **options, **schedule)
+        tx = factory(**options, **schedule)
         (params, state), (distances, gammas) = scan(tx, start, grads, estimates)
         assert {leaf.dtype.name for leaf in state.estimate} == {"float64"}
-    x, *expected = expected_run(start, grads, factors, MASKED if "mask" in options else options)
+    own = MASKED if "mask" in options else options
+    x, *expected = expected_run(start, grads, factors, own, method)
     assert expected[0][-1] > 2 * expected[0][0]
     np.testing.assert_allclose(distances, expected[0], rtol=1e-10)
     np.testing.assert_allclose(gammas, expected[1], rtol=1e-10)
     np.testing.assert_allclose(flat(params), x, rtol=1e-10, atol=1e-12)
 
 
-def test_float32_follows_the_oracle():
+@each_method
+def test_float32_follows_the_oracle(method):
     start, grads = random_tree(0), random_tree(1, 3.0, (STEPS,))
-    (params, state), _ = scan(madgrad("auto"), *jax.tree.map(jnp.float32, (start, grads)))
-    x, *_ = expected_run(start, grads, np.ones(STEPS), {})
+    (params, state), _ = scan(method[0](), *jax.tree.map(jnp.float32, (start, grads)))
+    x, *_ = expected_run(start, grads, np.ones(STEPS), {}, method)
     assert {leaf.dtype.name for leaf in state.estimate} == {"float32"}
     np.testing.assert_allclose(flat(params), x, atol=1e-5)
 

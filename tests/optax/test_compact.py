@@ -12,6 +12,8 @@ from jax_cases import WRAPPERS, build, descend, each_method, randn, same_bits, s
 
 from cubegrad.optax import (  # noqa: E402
     CompactAutoMadgradState,
+    CompactAutoMadgradwState,
+    CompactAutoScheduleFreeMadgradwState,
     CompactMadgradState,
     CompactMadgradwState,
     CompactMirrorMadgradState,
@@ -32,6 +34,12 @@ VARIANTS = {
     "schedule-free": lambda lr=0.01, **options: madgradw(
         lr, compact=True, schedule_free=True, **options
     ),
+    "madgradw, estimated": lambda lr=None, **options: madgradw(
+        "auto", lr_factor=lr, compact=True, **options
+    ),
+    "schedule-free, estimated": lambda lr=None, **options: madgradw(
+        "auto", lr_factor=lr, compact=True, schedule_free=True, **options
+    ),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 SHAPE = (64, 100)
@@ -47,7 +55,7 @@ def params_and_grads(seed=0, dtype="float32"):
 
 
 BYTES = {"madgrad": 4.2, "no momentum": 3.2, "estimated": 4.2, "mirror": 2.2, "madgradw": 2.2}
-BYTES |= {"schedule-free": 2.2}
+BYTES |= {"schedule-free": 2.2, "madgradw, estimated": 4.2, "schedule-free, estimated": 4.2}
 TYPES = {
     "madgrad": CompactMadgradState,
     "no momentum": CompactMadgradState,
@@ -55,6 +63,8 @@ TYPES = {
     "mirror": CompactMirrorMadgradState,
     "madgradw": CompactMadgradwState,
     "schedule-free": CompactScheduleFreeMadgradwState,
+    "madgradw, estimated": CompactAutoMadgradwState,
+    "schedule-free, estimated": CompactAutoScheduleFreeMadgradwState,
 }
 
 
@@ -141,7 +151,7 @@ def test_temporary_memory_does_not_grow_with_the_parameter(variant):
         update = jax.jit(tx.update, donate_argnums=(0, 1))
         compiled = update.lower(params, tx.init(params), params).compile()
         used.append(compiled.memory_analysis().temp_size_in_bytes)
-    limit = 4.1 if variant == "estimated" else 0.1  # bytes a parameter
+    limit = 4.1 if "estimated" in variant else 0.1  # bytes a parameter
     assert used[1] - used[0] <= 256 * 3072 * limit
 
 
@@ -193,7 +203,7 @@ def test_training_comes_as_far_as_without_codes(variant):
     params, _ = params_and_grads()
     for dtype, limit in (("float32", 1e-3), ("bfloat16", 3e-3)):
         start = jax.tree.map(lambda p, dtype=dtype: p.astype(dtype), params)
-        rate = optax.linear_schedule(1.0 if variant == "estimated" else 0.1, 0, 300)
+        rate = optax.linear_schedule(1.0 if "estimated" in variant else 0.1, 0, 300)
         tx = VARIANTS[variant](0.1 if variant == "schedule-free" else rate)
         (final, state), _ = descend(tx, start, loss, 300)
         assert final["w"].dtype == dtype

@@ -65,8 +65,9 @@ def test_the_learning_rate_is_annotated_as_in_optax():
         return signature(factory).parameters["learning_rate"].annotation
 
     optaxes = annotation(optax.adam)
-    assert annotation(mirror_madgrad) == annotation(madgradw) == optaxes
+    assert annotation(mirror_madgrad) == optaxes
     auto = typing.Literal["auto"]
+    assert annotation(madgrad) == annotation(madgradw)
     assert set(typing.get_args(annotation(madgrad))) == {*typing.get_args(optaxes), auto}
 
 

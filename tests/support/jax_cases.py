@@ -30,6 +30,12 @@ VARIANTS = {
     "schedule-free": lambda lr=0.1, **options: madgradw(
         lr, **{"weight_decay": 0.0, "schedule_free": True} | options
     ),
+    "madgradw, estimated": lambda lr=None, **options: madgradw(
+        "auto", lr_factor=lr, **{"weight_decay": 0.0} | options
+    ),
+    "schedule-free, estimated": lambda lr=None, **options: madgradw(
+        "auto", lr_factor=lr, **{"weight_decay": 0.0, "schedule_free": True} | options
+    ),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 # The masks leave only the parameter "w" to the transformation.
@@ -73,12 +79,16 @@ def scheduled(method: cases.Method, options: dict[str, Any], steps: int) -> Any:
 
 def injected(variant: str) -> Any:
     """The variant under optax.inject_hyperparams."""
-    factory = {"mirror_madgrad": mirror_madgrad, "madgradw": madgradw}.get(variant, madgrad)
-    if variant == "madgrad, estimated":
-        return optax.inject_hyperparams(factory)("auto", lr_factor=1.0)
-    if variant == "schedule-free":
+    name, _, how = variant.partition(", ")
+    factory = {"mirror_madgrad": mirror_madgrad, "madgradw": madgradw}.get(name, madgrad)
+    given: dict[str, Any] = {"learning_rate": 0.1}
+    if how == "estimated":
+        given = {"learning_rate": "auto", "lr_factor": 1.0}
+    if name == "schedule-free":
         schedule_free = optax.inject_hyperparams(madgradw, static_args="momentum")
-        return schedule_free(0.1, weight_decay=0.0, schedule_free=True)
+        return schedule_free(**given, weight_decay=0.0, schedule_free=True)
+    if how == "estimated":
+        return optax.inject_hyperparams(factory)(**given, weight_decay=0.0)
     momentum = 0.0 if variant == "madgrad, no momentum" else 0.9
     return optax.inject_hyperparams(factory)(0.1, momentum=momentum, weight_decay=0.0)
 
