@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from prodigyopt import Prodigy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shared.facts import processor, version, write
@@ -47,14 +48,24 @@ class Method(NamedTuple):
     distance: Callable[[dict[str, Any]], Any]  # from the param group
 
 
+def estimated(group: dict[str, Any]) -> Any:
+    return group["estimate"][0]
+
+
+def madgradw(params: list[Tensor], **options: Any) -> Optimizer:
+    return MADGRADW(params, lr="auto", weight_decay=0.0, **options)
+
+
 METHODS = {
-    "MADGRAD": Method(lambda p: MADGRAD(p, lr="auto"), lambda group: group["estimate"][0]),
+    "MADGRADW": Method(madgradw, estimated),
+    "MADGRADW, schedule-free": Method(partial(madgradw, schedule_free=True), estimated),
+    "MADGRAD": Method(partial(MADGRAD, lr="auto"), estimated),
     "Prodigy": Method(Prodigy, lambda group: group["d"]),
     "D-Adapt Adam": Method(DAdaptAdam, lambda group: group["d"]),
 }
 ROWS = [
     *(Row(method, size) for size in (200, 20_000) for method in METHODS),
-    *(Row("MADGRAD", 200, curvature) for curvature in (0.001, 0.01, 0.1)),
+    *(Row(name, 200, h) for name in ("MADGRADW", "MADGRAD") for h in (0.001, 0.01, 0.1)),
 ]
 
 

@@ -34,7 +34,12 @@ from shared.shared_device import Job, Wanted
 
 OURS = ("madgradw-auto", "madgradw-auto-compact", "madgradw-auto-schedule-free")
 FREE = (*OURS, "madgrad-auto", "madgrad-auto-compact", "prodigy", "dadapt-adam", "dog")
-DECOUPLED = (*OURS, "prodigy", "adamw", SCHEDULE_FREE)  # which multiply decay by their learning rate
+DECOUPLED = (
+    *OURS,
+    "prodigy",
+    "adamw",
+    SCHEDULE_FREE,
+)  # which multiply decay by their learning rate
 SEEDS = (1, 2, 3)
 
 

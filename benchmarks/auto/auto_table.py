@@ -172,7 +172,9 @@ def standing(found: list[Result]) -> list[str]:
 
 def _label(column: str) -> str:
     label = COLUMNS[column]
-    return label if "the same" not in label else f"{COLUMNS[column.removesuffix('-compact')]}, compact"
+    return (
+        label if "the same" not in label else f"{COLUMNS[column.removesuffix('-compact')]}, compact"
+    )
 
 
 def _close(one: Result, tuned: str) -> float:

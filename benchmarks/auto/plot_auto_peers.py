@@ -17,7 +17,7 @@ LIMIT = 10.0  # %; what is further behind is drawn there
 # Ours stand out; what needs no search is filled, tuned methods are open.
 MARKS = {
     "madgradw-auto": ("*", "#a30000"),
-    "madgradw-auto-compact": ("x", "#a30000"),
+    "madgradw-auto-compact": ("X", "#a30000"),
     "madgradw-auto-schedule-free": ("p", "#e69f00"),
     "madgrad-auto": ("D", "#d55e00"),
     "madgrad-auto-compact": ("d", "#d55e00"),
@@ -64,7 +64,7 @@ def draw(found: list[Result]) -> Figure:
     axes.tick_params(axis="y", length=0)
     title = "Filled: no learning rate, or the default. Open: the best of a search."
     axes.set_title(title, fontsize=10)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     return figure
 
 

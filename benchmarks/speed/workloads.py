@@ -69,6 +69,20 @@ CONTENDERS = (
         beside=ADAMW_FUSED,
     ),
     Contender(
+        "cubegrad MADGRADW, lr auto",
+        "cubegrad",
+        "MADGRADW",
+        AUTO,
+        beside=MADGRADW,
+    ),
+    Contender(
+        "cubegrad MADGRADW compact, lr auto",
+        "cubegrad",
+        "MADGRADW",
+        AUTO | {"compact": True},
+        beside=MADGRADW_COMPACT,
+    ),
+    Contender(
         "cubegrad MADGRADW compact, momentum=0",
         "cubegrad",
         "MADGRADW",

@@ -213,8 +213,8 @@ def _advance_free_of_scale(
     distance, _, _, unused, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)
     old_agreements = [row[FIELDS.index("agreement")] for row in rows]
-    newest = [xp.quotient(one, sum(roots)) for one in newest]
-    agreements = list(map(partial(agreement, xp), hypers, old_agreements, newest))
+    by_size = [xp.quotient(one, sum(roots)) for one in newest]
+    agreements = list(map(partial(agreement, xp), hypers, old_agreements, by_size))
     mean = xp.quotient(sum(products), sum(roots))
     bound = xp.quotient(sum(agreements), mean)
     distance = xp.larger(distance, xp.where(bound < mean, bound, mean))
@@ -230,7 +230,7 @@ def _advance_with_scale(
     counts: Sequence[int],
     hypers: Sequence[Hyper],
 ) -> list[list[Scalar]]:
-    """Of MADGRAD. A group whose factor has been 0 so far says nothing about the size of gradients."""
+    """Of MADGRAD. A group whose factor has been 0 so far says nothing about gradients' size."""
     distance, _, lr, _, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)
     _, old_agreements, _, old_weights, _, _, old_roots = zip(*rows, strict=True)

@@ -127,7 +127,7 @@ def test_invalid_options_are_refused(options, message):
 
 
 def test_a_rate_that_cannot_be_estimated_or_found_is_refused():
-    with pytest.raises(ValueError, match=r"'auto' must be .* no gradient sum .* use madgrad"):
+    with pytest.raises(ValueError, match=r"'auto' must be .* no x_0 .* use madgrad or madgradw"):
         mirror_madgrad("auto")
     with pytest.raises(TypeError, match=r"lr_factor=.* must be one number; use 1"):
         madgrad("auto", lr_factor=jnp.ones(2))

@@ -136,7 +136,7 @@ def trees(dtype):
 CONVERGE = [(v, p) for v in VARIANTS for p in (parabola, rosenbrock, trees)]
 CONVERGE.remove(("madgrad, no momentum", rosenbrock))
 # A mean of all z forgets a first one that is far away only as 1/k.
-CONVERGE = [(v, p) for v, p in CONVERGE if v != "schedule-free" or p is trees]
+CONVERGE = [(v, p) for v, p in CONVERGE if "schedule-free" not in v or p is trees]
 
 
 @pytest.mark.compilation
@@ -212,7 +212,7 @@ def test_a_state_can_be_made_from_shapes_and_mapped_over(variant):
     )
     buffers = jax.tree.leaves(marked)
     assert all(buffers)
-    assert len(buffers) == {"madgrad": 6, "madgrad, estimated": 6}.get(variant, 4)
+    assert len(buffers) == (6 if "estimated" in variant or variant == "madgrad" else 4)
 
 
 @pytest.mark.compilation
@@ -243,7 +243,7 @@ def three_steps(init, update):
 @pytest.mark.compilation
 @each_variant
 def test_injected_hyperparams_take_the_same_steps(variant):
-    plain = madgrad("auto") if "estimated" in variant else VARIANTS[variant](0.1)
+    plain = VARIANTS[variant](None if "estimated" in variant else 0.1)
     expected, params = (
         three_steps(jax.jit(tx.init), jax.jit(tx.update)) for tx in (plain, injected(variant))
     )

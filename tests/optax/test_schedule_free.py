@@ -241,7 +241,6 @@ WRONG = [
     ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be a whole number of at least 0"),
     ({"warmup_steps": 0.1}, ValueError, "warmup_steps=0.1 must be a whole number of at least 0"),
     ({"warmup_steps": True}, ValueError, "warmup_steps=True must be a whole number"),
-    ({"learning_rate": "auto"}, ValueError, "learning_rate='auto' must be a number or a schedule"),
     ({"schedule_free": 0.5}, TypeError, "schedule_free=0.5 .* must be True or False"),
     (
         {"schedule_free": False, "warmup_steps": 5},

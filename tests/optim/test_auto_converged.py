@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 
 pytestmark = pytest.mark.training
 
@@ -152,6 +152,21 @@ def test_a_group_that_joins_makes_steps_count_again() -> None:
         late.grad = 1e-3 * (late.detach() + cases.randn((100,), torch.float64, k))
         descend(param, optimizer, parabola, 1)
     assert counted(optimizer) - steps > 900  # 1,000
+
+
+@pytest.mark.parametrize("schedule_free", [False, True])
+def test_madgradw_stays_and_a_group_that_joins_does_not_move_it(schedule_free: bool) -> None:
+    """Its steps have no scale, so that the size of the others' gradients does not matter."""
+    param, late = nn.Parameter(torch.tensor([-1.0, 10.0, 1.0])), nn.Parameter(torch.ones(3))
+    optimizer: Any = MADGRADW([param], lr="auto", weight_decay=0.0, schedule_free=schedule_free)
+    losses = descend(param, optimizer, parabola, 2000)
+    assert max(losses[1000:]) < 1e-6 * losses[0]
+    optimizer.add_param_group({"params": [late]})
+    for _ in range(1000):
+        late.grad = 1e-6 * (late.detach() - 2)
+        losses += descend(param, optimizer, parabola, 1)
+    assert max(losses[1000:]) < 1e-6 * losses[0]
+    assert (late - 2).abs().max() < 0.01
 
 
 def test_a_converged_run_follows_a_target_that_moves() -> None:

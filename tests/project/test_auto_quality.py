@@ -100,17 +100,18 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "peers.png").stat().st_size > 10_000
 
 
-def test_the_estimate_runs_away_on_noise_alone_but_not_against_a_slope():
+@pytest.mark.parametrize(("method", "least"), [("MADGRAD", 1e4), ("MADGRADW", 10)])  # 985,000, 975
+def test_the_estimate_runs_away_on_noise_alone_but_not_against_a_slope(method, least):
     """docs/auto.md: with more steps than coordinates. A slope stops it."""
     pytest.importorskip("prodigyopt")
     pytest.importorskip("dadaptation")
     noise = importlib.import_module("auto_noise")
 
     def grown(coordinates, steps, curvature=0.0):
-        row = noise.Row("MADGRAD", coordinates, curvature)
+        row = noise.Row(method, coordinates, curvature)
         return [noise.growth(row, seed, (steps,))[0] for seed in range(5)]
 
-    assert statistics.median(grown(4, 2_000)) > 1e4
+    assert statistics.median(grown(4, 2_000)) > least
     assert max(grown(4, 2_000, curvature=1.0)) < 100
     assert max(grown(20_000, 20)) < 1.1
 

@@ -196,7 +196,11 @@ def test_one_key_for_a_parameter_that_is_listed_twice():
 
 AUTO = {
     "some groups": (MADGRAD, [True, False], r"have auto_lr=\[True, False\]; it must be the same"),
-    "the mirror form": (MirrorMADGRAD, [True, True], "lr='auto' needs x_0, which mirror_madgrad does not"),
+    "the mirror form": (
+        MirrorMADGRAD,
+        [True, True],
+        "lr='auto' needs x_0, which mirror_madgrad does not",
+    ),
     "MADGRADW": (MADGRADW, [True, True], "madgradw gives the same buffers another meaning"),
     "none": (MADGRAD, [False, False], r"saved with lr=1\.0, and the optimizer .* lr='auto'"),
 }

@@ -102,9 +102,7 @@ def coordinates(params: Tree) -> int:
     return max(sum(sizes), 1)
 
 
-def start(
-    estimate: Any, leaves: list[tuple[Hyper, Array, Array]], coordinates: int
-) -> AnyEstimate:
+def start(estimate: Any, leaves: list[tuple[Hyper, Array, Array]], coordinates: int) -> Any:
     """Set D_0 and the gradient scale from the first gradient; later estimates are left alone.
 
     `leaves` are each parameter's numbers, value and gradient. They are read in the first step only.

@@ -46,9 +46,7 @@ def initial_buffers(
     return {name: kept.get(name) for name in names}
 
 
-def _initial_buffer(
-    settings: Settings, name: str, param: Array, keeps_all: bool
-) -> Array | None:
+def _initial_buffer(settings: Settings, name: str, param: Array, keeps_all: bool) -> Array | None:
     sum_dtype = point_dtype = compute_dtype(param)
     if settings.state_dtype is not None:
         point_dtype = compute_dtype(param, settings.state_dtype)

@@ -86,7 +86,7 @@ def step_groups(optimizer: "BaseOptimizer") -> None:
 
 
 def _step_group(optimizer: "BaseOptimizer", group: Group, h: Hyper) -> list[Tensor]:
-    """Returns step count, s (or x_0 - z) and ν of parameters with a state and no gradient now, in turns."""
+    """Returns what `Auto.end_traced` asks of parameters with a state and no gradient now."""
     forms = layout.full_forms(optimizer._rule, group)
     idle: list[Tensor] = []
     columns: list[list[Tensor]] = [[] for form in forms for _ in (*SHARED, *form.buffers)]

@@ -264,20 +264,16 @@ TARGET INLINE void NAME(step_run)(struct rule rule, enum kind kind, int plain,
 
 typedef void NAME(run_function)(const struct NAME(run) *);
 
-/* An anchored rule has sums to compute as well, so that a plain step would gain it little. */
-#define PLAIN(rule, plain) ((plain) && !(rule).anchored)
 #define FOR_CASE(name, kind, plain, ...)                                                           \
     TARGET NOINLINE static struct NAME(extremes) NAME(name##_exact)(                               \
         const struct NAME(run) *run, struct NAME(source) from, struct NAME(block) *b,              \
         int64_t wide)                                                                              \
     {                                                                                              \
-        const struct rule rule = {__VA_ARGS__};                                                    \
-        return NAME(exact_step)(rule, kind, PLAIN(rule, plain), run, from, b, wide);               \
+        return NAME(exact_step)((struct rule){__VA_ARGS__}, kind, plain, run, from, b, wide);      \
     }                                                                                              \
     TARGET static void NAME(name)(const struct NAME(run) *run)                                     \
     {                                                                                              \
-        const struct rule rule = {__VA_ARGS__};                                                    \
-        NAME(step_run)(rule, kind, PLAIN(rule, plain), NAME(name##_exact), run);                   \
+        NAME(step_run)((struct rule){__VA_ARGS__}, kind, plain, NAME(name##_exact), run);          \
     }
 #define FOR_KIND(name, kind, ...)                                                                  \
     FOR_CASE(name##_##kind, kind, 0, __VA_ARGS__)                                                  \
@@ -290,7 +286,6 @@ FOR_EACH_RULE(FOR_RULE)
 #undef FOR_RULE
 #undef FOR_KIND
 #undef FOR_CASE
-#undef PLAIN
 
 #define BOTH(name) {NAME(name), NAME(name##_plain)}
 #define OF_RULE(name, ...)                                                                         \

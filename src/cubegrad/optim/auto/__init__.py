@@ -115,9 +115,7 @@ class Auto:
         rows = None if device is None else first.held_rows(groups, device)
         if rows is None and device is not None:
             hypers = [hyper(group, 0.0) for group in groups]
-            rows = first.rows(
-                self.rule, groups, state, hypers, device, self.shared, self.waiting
-            )
+            rows = first.rows(self.rule, groups, state, hypers, device, self.shared, self.waiting)
             self.watch = self.watch if rows is None else checks.FactorWatch()
         self.waiting.count(rows is None)
         return None if rows is None else Estimate(self.rule, groups, rows.to(device))

@@ -121,9 +121,7 @@ class Estimate:
         factors = list(map(float, factors))
         rows, sums = self.values.tolist(), self.sums.tolist()
         try:
-            new = distance.advance(
-                NumberFunctions, self.rule, rows, sums, factors, counts, hypers
-            )
+            new = distance.advance(NumberFunctions, self.rule, rows, sums, factors, counts, hypers)
         except (OverflowError, ZeroDivisionError, ValueError):  # where tensors give inf or nan
             new = [list(map(float, row)) for row in self._advanced(factors, counts, hypers)]
         self.values.copy_(torch.tensor(new, dtype=torch.float64))
