@@ -29,7 +29,7 @@ PAGES = {  # how many blocks they have
     "docs/index.md": 1,
     "docs/jax.md": 7,
     "docs/learning_rate.md": 2,
-    "docs/madgradw.md": 3,
+    "docs/madgradw.md": 4,
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
     "docs/param_groups.md": 4,
