@@ -54,13 +54,13 @@ def compile_kernel(kernel, constants, tensors, warps, registers):
 
 def compile_for_codes():
     for rule, has_offset, whole in itertools.product(RULES, (True, False), (True, False)):
-        if rule.averages and not has_offset:  # it needs momentum
+        if (rule.averages or rule.anchored) and not has_offset:  # a mean needs momentum
             continue
-        for dtype in (tl.float32, tl.bfloat16):
+        for dtype in (tl.float32,) if rule.anchored else (tl.float32, tl.bfloat16):
             constants = {"HAS_OFFSET": has_offset, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"ALL_WHOLE": whole, "LOW_BIT": int(whole)}
             constants |= {"PLAIN": whole, "SHRINKS": not whole, "NO_EPS": not whole}
-            tensors = [] if whole else list(POINTERS)
+            tensors = ["sums"] if whole and rule.anchored else [] if whole else list(POINTERS)
             compile_kernel(step_coded_units, constants, tensors, 1, 64 if whole else 96)
 
 
@@ -72,7 +72,7 @@ def compile_for_sums():
         *((MADGRADW, True, False), (MADGRADW, False, False), (SCHEDULE_FREE, True, False)),
         *((MADGRADW_AUTO, True, True), (SCHEDULE_FREE_AUTO, True, True)),
     ):
-        for dtype, state, at_random in dtypes:
+        for dtype, state, at_random in dtypes[:3] if rule.anchored else dtypes:
             constants = {"HAS_POINT": has_point, "P": dtype, "G": dtype} | of_rule(rule)
             constants |= {"S": state, "BLOCK": 1024, "AT_RANDOM": at_random}
             tensors = list(POINTERS) if sums else []
