@@ -207,8 +207,8 @@ def _advance_free_of_scale(
     """D is the largest Σ γ_i ⟨g_i, x_0 - x_i⟩ / Σ√ν_i over m, the mean of |x_0 - z| by √ν, so far.
 
     Divided by Σ√ν, gradients count by their direction, as in a step, whatever their size is now.
-    The quotient is about m/2. It counts up to m: weights that are clipped after each step keep z
-    near x_0 while the sum grows on. The sum of weights and the share of uncounted steps stay 0.
+    It counts up to m: weights that are clipped after each step keep z near x_0 while the sum grows
+    on. The sum of weights and the share of uncounted steps stay 0.
     """
     distance, _, _, unused, step, uncounted, _ = rows[0]
     newest, products, roots = zip(*sums, strict=True)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
-SWEEP = "start from the default and sweep powers of two around it; MADGRAD also has 'auto'"
+SWEEP = (
+    "start from the default and sweep powers of two around it, or use 'auto' if the method has it"
+)
 REMEDY = {
     "lr": SWEEP,
     "learning_rate": SWEEP,

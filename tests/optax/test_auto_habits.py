@@ -17,6 +17,7 @@ from cubegrad.optax import (  # noqa: E402
     MadgradState,
     estimated_lr,
     madgrad,
+    madgradw,
     mirror_madgrad,
 )
 
@@ -137,3 +138,30 @@ def test_a_rate_that_cannot_be_estimated_or_found_is_refused():
     two = optax.chain(madgrad("auto"), madgrad("auto"))
     with pytest.raises(ValueError, match=r"has 2 estimates .* pass the state of one"):
         estimated_lr(two.init(params))
+
+
+@pytest.mark.parametrize("factory", [madgrad, madgradw])
+def test_nothing_decays_while_it_waits_for_a_gradient(factory):
+    """As in PyTorch, also where decay does not depend on the rate."""
+    tx = factory("auto", weight_decay=0.1, decoupled_lr=True)
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
+    step, state = stepper(tx), tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state, grads)
+    assert same_bits(params["w"], jnp.ones(3))
+    params, _ = step(params, state, {"w": jnp.ones(3)})
+    assert (params["w"] < 0.95).all()
+
+
+def test_coupled_decay_leaves_no_trace_while_it_waits():
+    tx = madgradw("auto", weight_decay=0.1, decoupled_weight_decay=False)
+    params = {"w": jnp.ones(3)}
+    _, state = stepper(tx)(params, tx.init(params), {"w": jnp.array([1.0, jnp.nan, 1.0])})
+    assert not state.grad_sq_sum["w"].any()
+
+
+def test_a_state_without_its_start_is_refused_without_momentum_too():
+    tx, params = madgradw("auto", momentum=0.0), {"w": jnp.ones(3)}
+    state = tx.init(params)._replace(initial_param={"w": None})
+    with pytest.raises(ValueError, match="lacks initial_param; go on with the options"):
+        tx.update(params, state, params)

@@ -188,7 +188,7 @@ def test_an_estimate_of_plain_numbers_or_in_a_plain_tuple_is_taken(kind):
 @pytest.mark.parametrize("bad", [None, (1.0, 2.0), {"distance": 1.0}])
 def test_an_estimate_that_is_none_is_refused(bad):
     state = madgrad("auto").init(PARAMS)._replace(estimate=bad)
-    with pytest.raises(TypeError, match=r"estimate is of type .* an Estimate of 7 numbers"):
+    with pytest.raises(TypeError, match=r"estimate is of type .* the 7 numbers of Estimate"):
         step(madgrad("auto"), state)
 
 

@@ -7,11 +7,12 @@ import cases
 import numpy as np
 import pytest
 import torch
+from cases import ScheduleFreeMADGRADW
 from short_runs import parameters
 from torch import nn
 from torch.amp import GradScaler
 
-from cubegrad import MADGRAD
+from cubegrad import MADGRAD, MADGRADW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -211,3 +212,45 @@ def test_a_compiled_step_works_with_a_grad_scaler(cls, rate):
         torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
         assert optimizer.state[param]["step"] == plain.state[other]["step"] == 7
     assert np.isfinite(cases.numbers(params[0])).all()
+
+
+@pytest.mark.parametrize("cls", [MADGRAD, MADGRADW])
+def test_float64_gradients_whose_squares_overflow(cls):
+    """The weights hardly move, and nothing raises."""
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = cls([param], lr="auto")
+    param.grad = torch.full((3,), 1e160, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="the weights will hardly move"):
+        optimizer.step()
+    assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_clipping_outside_of_edit_weights_makes_the_estimate_grow_linearly_at_most(momentum):
+    """By up to the width of the box a step (docs/algorithm.md)."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(50, generator=generator)
+    param = torch.nn.Parameter(torch.zeros(50))
+    optimizer = MADGRADW([param], lr="auto", weight_decay=0.0, momentum=momentum)
+    for _ in range(300):
+        param.grad = param.detach() - target
+        optimizer.step()
+        param.data.clamp_(-0.01, 0.01)
+    assert 0.05 < optimizer.estimated_lr() <= 300 * 0.01
+
+
+def test_a_scaler_does_not_move_the_start_of_a_schedule_free_run():
+    """The host does not know whether its first step was skipped; z - y is 0 after it either way."""
+    rates = []
+    for scaled in (False, True):
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, 8))]
+        optimizer = ScheduleFreeMADGRADW(params, lr="auto", weight_decay=0.0)
+        for k in range(6):
+            params[0].grad = params[0].detach() - 3
+            if scaled:
+                optimizer.found_inf = torch.zeros(1)
+            optimizer.step()
+            if k == 0:
+                params[0].data.clamp_(-0.9, 0.9)
+        rates.append(optimizer.estimated_lr())
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)

@@ -77,8 +77,8 @@ def _estimate(kind: Any, found: Any) -> Any:
     name, count = kind.__name__, len(kind._fields)
     if not isinstance(found, tuple | list) or len(found) != count:
         raise TypeError(
-            f"the state's estimate is of type {type(found).__name__}, and must be an {name} of "
-            f"{count} numbers; pass {name}(...) of them, or {START_OVER}"
+            f"the state's estimate is of type {type(found).__name__}, and must be the {count} "
+            f"numbers of {name}; pass {name}(...) of them, or {START_OVER}"
         )
     dtype = jnp.result_type(float)
     return kind(*(x if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in found))
@@ -141,13 +141,9 @@ def check_buffers(
         held = {name: v for name, v in zip(names, values, strict=True) if v is not None}
         in_codes = "root_code" in held
         wanted = [name for name in names if name.endswith(("_code", "_scale")) is in_codes]
-        at_rest = (
-            "initial_param",
-            "z",
-            "dual_offset",
-            "offset_code",
-            "offset_scale",
-        )  # not kept at momentum 0
+        at_rest = ("offset_code", "offset_scale")  # not kept at momentum 0
+        if not {"initial_param", "dual_offset"} <= set(names):  # an estimate asks for both
+            at_rest = (*at_rest, "initial_param", "z", "dual_offset")
         lacks = [n for n in wanted if n not in held and not (settings.no_momentum and n in at_rest)]
         if lacks:
             why = ""

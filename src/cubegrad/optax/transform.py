@@ -90,6 +90,7 @@ def transformation(
             estimate = auto.start(state.estimate, first, size)
             h = _hyper(now, auto.learning_rate(estimate))
             started = auto.has_started(estimate)
+            h = _unless_waiting(h, started)
         if rule.averages:
             h, fields = mean.advance(state, h)
         places = [write.place(p) if write else None for p in jax.tree.leaves(params)]
@@ -155,6 +156,15 @@ def _hyper(now: Any, estimated_lr: ArrayLike = 1.0) -> Hyper:
         shrink=shrink,
         maximize=now.maximize,
     )
+
+
+def _unless_waiting(h: Hyper, started: Array) -> Hyper:
+    """Without decay until there is an estimate: nothing moves then."""
+    if h.shrink is not None:
+        h = h._replace(shrink=jnp.where(started, h.shrink, 1.0))
+    if not is_zero(h.weight_decay):
+        h = h._replace(weight_decay=jnp.where(started, h.weight_decay, 0.0))
+    return h
 
 
 def _steps(

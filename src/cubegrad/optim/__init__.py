@@ -108,8 +108,9 @@ class MADGRADW(_Estimating):
         params: tensors, named tensors or groups, as any torch optimizer takes them.
         lr: γ, AdamW's. A float or a tensor; or "auto": it is estimated, as of `MADGRAD`. That keeps
             x_0 too: 12 bytes of state per float32 parameter, or about 4 in codes.
-        momentum: 1 - c, in [0, 1): AdamW's first beta. A plain 0 keeps ν alone: 4 instead of 8
-            bytes of state per float32 parameter. AdamW's pair of betas will do as well.
+        momentum: 1 - c, in [0, 1): AdamW's first beta. A plain 0 keeps ν alone, unless lr is
+            "auto": 4 instead of 8 bytes of state per float32 parameter. AdamW's pair of betas will
+            do as well.
         eps: ε, added to the square root.
         weight_decay: decoupled decay, AdamW's.
         amsgrad: must be False; taken so that an AdamW call runs unchanged.

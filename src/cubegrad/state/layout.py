@@ -93,8 +93,8 @@ class Layout(NamedTuple):
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """The coordinates at which no step has had a weight, as far as the state shows."""
-        if self.rule.anchored:  # z is x where it has not moved
-            return sharding.local(entries["dual_offset"]) == 0
+        if self.rule.anchored:
+            return sharding.local(entries["grad_sq_sum"]) == 0
         if not self.rule.pulls:  # z is the start itself, and moves
             return torch.ones((), dtype=torch.bool, device=sharding.local(entries["z"]).device)
         shards = [sharding.local(entries[name]) == 0 for name in ("grad_sum", "grad_sq_sum")]
@@ -168,8 +168,6 @@ class CodedLayout(Layout):
 
     def unweighted(self, entries: Mapping[str, Any]) -> Tensor:
         """For all coordinates together, since their scales cannot be changed one by one."""
-        if self.rule.anchored and "offset_code" in entries:  # roots grow at lr 0 too
-            return (sharding.local(entries["offset_code"]) >> 1 == 0).all()
         return (sharding.local(entries["root_code"]) == 0).all()
 
     def whole_shape(self, name: str, param: Tensor) -> torch.Size:

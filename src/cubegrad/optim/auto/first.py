@@ -203,7 +203,7 @@ def _too_small(
             f"the gradients are about {typical:.3g}, and the {NAMES[used.root]} root of their "
             f"squares, {root:.3g}, is far below eps={eps:g}; scale the loss up, or lower eps"
         )
-    if root**used.root < least:
+    if root < least ** (1 / used.root):
         return (
             f"the gradients are about {typical:.3g}, and their squares less than {least:.3g}, the "
             "smallest number of the state; scale the loss up"
