@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cubegrad import sharding
 from cubegrad.codec import BLOCK
-from cubegrad.rule import MADGRAD, MADGRADW, MIRROR_MADGRAD, Rule
+from cubegrad.rule import MADGRAD, MADGRADW, MADGRADW_AUTO, MIRROR_MADGRAD, Rule
 from cubegrad.state import layout
 
 __all__ = ["Estimate", "Kept", "estimate", "table"]
@@ -69,6 +69,11 @@ ASSUMPTION = (
     "and other small tensors keep float32 state under compact=True; to count those, pass the model "
     "to cubegrad.memory.estimate."
 )
+HALF = (
+    "Like with like: Adam, AdamW, SGD and Prodigy keep their state in the weights' half precision "
+    "and lose small moves there. Random rounding keeps these on average, so compare compact=True "
+    "with AdamW's float32 master weights."
+)
 NOT_COUNTED = (
     "Not counted: activations, temporary buffers such as FSDP's gathered layers and buckets, "
     "fragmentation, the CUDA context, and the gradients not yet released under gradient release."
@@ -108,6 +113,8 @@ OPTIMIZERS = (
     _Optimizer("MADGRADW compact", _ours(MADGRADW, True)),
     _Optimizer("MADGRADW compact, momentum 0", _ours(MADGRADW, True, momentum=0.0)),
     _Optimizer("MADGRADW, float32 state", _ours(MADGRADW, False)),
+    _Optimizer("MADGRADW lr auto, compact", _ours(MADGRADW_AUTO, True)),
+    _Optimizer("MADGRADW lr auto, float32 state", _ours(MADGRADW_AUTO, False)),
     _Optimizer("MADGRAD compact, gradient release", _ours(MADGRAD, True), frees_gradients=True),
     _Optimizer("MADGRAD compact", _ours(MADGRAD, True)),
     _Optimizer("MADGRAD compact, momentum 0", _ours(MADGRAD, True, momentum=0.0)),
@@ -172,7 +179,8 @@ def table(result: Estimate) -> str:
     for first, *others in lines:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         text.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join([*text, "", *filter(None, [result.assumption]), NOT_COUNTED])
+    half = HALF if "float16" in result.dtype else ""  # bfloat16 too
+    return "\n".join([*text, "", *filter(None, [half, result.assumption]), NOT_COUNTED])
 
 
 def _digits(number: float) -> str:

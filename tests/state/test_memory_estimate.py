@@ -65,6 +65,8 @@ BUILD = {
     "MADGRADW compact": lambda params: MADGRADW(params, compact=True),
     "MADGRADW compact, momentum 0": lambda params: MADGRADW(params, compact=True, momentum=0.0),
     "MADGRADW, float32 state": MADGRADW,
+    "MADGRADW lr auto, compact": lambda params: MADGRADW(params, lr="auto", compact=True),
+    "MADGRADW lr auto, float32 state": lambda params: MADGRADW(params, lr="auto"),
     "MADGRAD compact, gradient release": lambda params: MADGRAD(params, compact=True),
     "MADGRAD compact": lambda params: MADGRAD(params, compact=True),
     "MADGRAD compact, momentum 0": lambda params: MADGRAD(params, compact=True, momentum=0.0),
@@ -263,6 +265,16 @@ def test_the_command_refuses_bad_input_in_one_line(words, what, capsys):
 def test_numbers_of_parameters_as_people_write_them(text, number, capsys):
     assert cli.main(["memory", "--params", text]) == 0
     assert capsys.readouterr().out.startswith(f"{number:,} parameters in float32, on one GPU")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_half"), [("bf16", True), ("fp16", True), ("fp32", False), ("fp64", False)]
+)
+def test_the_table_says_where_torch_keeps_state_in_half_precision(dtype, is_half):
+    result = memory.estimate(1e9, dtype)
+    assert (memory.HALF in memory.table(result)) == is_half
+    narrow = row(result, "Adam, AdamW (torch)").state
+    assert (narrow < row(result, "AdamW, float32 master weights").state) == is_half
 
 
 def test_the_command_prints_what_the_docs_show(capsys):
