@@ -33,8 +33,9 @@ PAGES = {  # how many blocks they have
     "docs/memory.md": 5,
     "docs/one_gpu.md": 1,
     "docs/param_groups.md": 4,
-    "docs/recipes.md": 7,
-    "docs/recipes_huggingface.md": 7,
+    "docs/recipes.md": 8,
+    "docs/recipes_huggingface.md": 8,
+    "docs/study.md": 1,
     "docs/using.md": 3,
 }
 ELSEWHERE = {  # pages whose blocks other tests run
@@ -48,6 +49,7 @@ NOT_RUN = {  # part of a block -> why; such a block is only compiled
     "from timm": "not in the environment; tests/project/test_recipes.py runs the example",
     "from torchtitan": "takes 8 s to import; tests/project/test_recipes.py runs the example",
     "import deepspeed": "not in the environment; tests/project/test_recipes.py runs the example",
+    "import wandb": "not in the environment; tests/study/test_export.py runs it over a stand-in",
     "SFTTrainer(": "needs a language model; tests/project/test_recipes_huggingface.py has one",
 }
 HUGGING_FACE = ("accelerate", "diffusers", "peft", "transformers")

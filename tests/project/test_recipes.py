@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import cubegrad
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 pytestmark = pytest.mark.training
 
@@ -137,6 +138,37 @@ def test_lightning_cycles_logs_and_resumes_bit_for_bit(recipe, tmp_path):
     assert logged(tmp_path / "unbroken", "estimated_lr") == before_each_16th
     last_loss = logged(tmp_path / "unbroken", "loss")[-1]
     assert last_loss < 0.5  # 0.09 to 0.15 with 3 seeds; ln 2 = 0.69 at first
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.parametrize("lr", ["0.001", "auto"])
+def test_lightnings_command_line_takes_the_yaml_of_the_page(recipe, tmp_path, monkeypatch, lr):
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("typeshed_client")
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of names that Lightning uses
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+    path = tmp_path / "config.yaml"
+    path.write_text(shown, encoding="utf-8")
+
+    class Circle(recipe("lightning_module").Circle):
+        configure_optimizers = cli.LightningModule.configure_optimizers  # left to the YAML
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    given = [f"--config={path}", f"--optimizer.lr={lr}", "--seed_everything=false"]
+    trainer = {"max_epochs": "1", "logger": "false", "enable_checkpointing": "false"}
+    given += [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *given])
+    with steps_recorded("lr", "weight_decay") as steps:
+        run = cli.LightningCLI(Circle, save_config_callback=None)
+    assert type(run.trainer.optimizers[0]) is cubegrad.MADGRADW
+    assert steps[0] == (1.0 if lr == "auto" else 0.001, 0.1)
+    assert len(steps) == 1024 / 32
+    assert all(param.isfinite().all() for param in run.model.parameters())
 
 
 def logged(folder: Path, name: str) -> tuple[float, ...]:

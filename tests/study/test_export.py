@@ -1,8 +1,11 @@
 """Records as CSV and as TensorBoard's events."""
 
 import csv
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from made_up_records import CIFAR10_RECORDS, cifar10_record
@@ -36,6 +39,26 @@ def test_a_row_for_each_epoch_of_each_run(runs: Path, tmp_path: Path) -> None:
     assert first["key"] == CIFAR10_RECORDS[0].settings.key
     lost = [row for row in rows if row["status"] == "diverged"]
     assert [(row["train_loss"], row["accuracy"]) for row in lost] == [("", ""), ("", "")]
+
+
+def test_the_page_shows_how_to_log_the_rows_to_wandb(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a stand-in; wandb 0.31.0 itself took it offline."""
+    page = Path(__file__).parents[2] / "docs" / "study.md"
+    (shown,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    assert cli.main(["export", str(runs), "--csv", str(tmp_path / "runs.csv")]) == 0
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    exec(shown, {})
+    started = [call.kwargs["id"] for call in wandb.init.call_args_list]
+    assert started == [record.settings.key for record in CIFAR10_RECORDS]
+    logged = [call.args[0] for call in wandb.init().__enter__().log.call_args_list]
+    assert len(logged) == len(rows_of(tmp_path / "runs.csv"))
+    first = CIFAR10_RECORDS[0].curve
+    assert logged[0] == {name: first[name][0] for name in ("train_loss", "loss")}
+    assert {} in logged  # of runs that diverged
 
 
 def test_numbers_survive_to_the_last_bit(tmp_path: Path) -> None:
