@@ -214,11 +214,10 @@ def test_a_compiled_step_works_with_a_grad_scaler(cls, rate):
     assert np.isfinite(cases.numbers(params[0])).all()
 
 
-@pytest.mark.parametrize("cls", [MADGRAD, MADGRADW])
-def test_float64_gradients_whose_squares_overflow(cls):
+def test_float64_gradients_whose_squares_overflow():
     """The weights hardly move, and nothing raises."""
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = cls([param], lr="auto")
+    optimizer = MADGRADW([param], lr="auto")
     param.grad = torch.full((3,), 1e160, dtype=torch.float64)
     with pytest.warns(UserWarning, match="the weights will hardly move"):
         optimizer.step()
