@@ -141,13 +141,13 @@ def check_buffers(
         held = {name: v for name, v in zip(names, values, strict=True) if v is not None}
         in_codes = "root_code" in held
         wanted = [name for name in names if name.endswith(("_code", "_scale")) is in_codes]
-        at_rest = ("offset_code", "offset_scale")  # not kept at momentum 0
+        at_rest = {"offset_code", "offset_scale"}  # not kept at momentum 0
         if not {"initial_param", "dual_offset"} <= set(names):  # an estimate asks for both
-            at_rest = (*at_rest, "initial_param", "z", "dual_offset")
+            at_rest |= {"initial_param", "z", "dual_offset"}
         lacks = [n for n in wanted if n not in held and not (settings.no_momentum and n in at_rest)]
         if lacks:
             why = ""
-            if set(lacks) <= set(at_rest):
+            if set(lacks) <= at_rest:
                 why = f", which momentum=0 does not keep and momentum={settings.momentum} needs"
             raise ValueError(
                 f"the state of params{keystr(path)} lacks {', '.join(lacks)}{why}; go on with the "

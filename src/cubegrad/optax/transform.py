@@ -163,7 +163,8 @@ def _unless_waiting(h: Hyper, started: Array) -> Hyper:
     if h.shrink is not None:
         h = h._replace(shrink=jnp.where(started, h.shrink, 1.0))
     if not is_zero(h.weight_decay):
-        h = h._replace(weight_decay=jnp.where(started, h.weight_decay, 0.0))
+        decay: Any = jnp.where(started, h.weight_decay, 0.0)
+        h = h._replace(weight_decay=decay)
     return h
 
 
