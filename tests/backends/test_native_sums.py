@@ -33,7 +33,11 @@ HYPERS = {
         grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0), weight_decay=0.1
     ),
 }
-RULES = (MADGRAD, MADGRADW_AUTO, SCHEDULE_FREE_AUTO)
+RULES = (
+    MADGRAD,
+    MADGRADW_AUTO,
+    pytest.param(SCHEDULE_FREE_AUTO, marks=pytest.mark.thorough),
+)
 each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 each_hyper = pytest.mark.parametrize("h", HYPERS.values(), ids=HYPERS)
 DTYPES = {  # of parameter, gradient and state

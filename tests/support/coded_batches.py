@@ -9,10 +9,18 @@ from cubegrad.backends import eager
 from cubegrad.backends.batch import Batch, Row
 from cubegrad.functions import CodedFunctions
 from cubegrad.options import Hyper
-from cubegrad.rule import RULES
+from cubegrad.rule import RULES, SCHEDULE_FREE_AUTO
 from cubegrad.state import blocks, layout
 
-each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+each_rule = pytest.mark.parametrize(
+    "rule",
+    # Which is much like SCHEDULE_FREE and MADGRADW_AUTO.
+    [
+        pytest.param(rule, marks=pytest.mark.thorough) if rule is SCHEDULE_FREE_AUTO else rule
+        for rule in RULES
+    ],
+    ids=lambda rule: rule.name,
+)
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
 GRAD_DTYPES = (*DTYPES, torch.float64)

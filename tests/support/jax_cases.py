@@ -37,7 +37,15 @@ VARIANTS = {
         "auto", lr_factor=lr, **{"weight_decay": 0.0, "schedule_free": True} | options
     ),
 }
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.thorough)
+        if name == "schedule-free, estimated"
+        else name
+        for name in VARIANTS
+    ],
+)
 # The masks leave only the parameter "w" to the transformation.
 WRAPPERS = {
     "alone": lambda tx: tx,

@@ -217,8 +217,8 @@ TARGET INLINE void NAME(step_point)(struct rule rule, enum kind kind, int plain,
     if (keeps_start(rule)) {
         VEC r = NAME(get)(b->r + i), fresh = code * from.shrunk_scale, apart;
         if (kind == SINGLE) {
-            VEC integer = NAME(float_of)(NAME(wide_int16)(from.initial + i));
-            apart = NAME(fuse)(integer, from.initial_scale, -p);
+            /* x_0 is rounded, as in codec.py: where x has hardly moved, its last place matters. */
+            apart = NAME(float_of)(NAME(wide_int16)(from.initial + i)) * from.initial_scale - p;
         } else {
             apart = NAME(get)(b->initial_copy + i) - p;
         }
